@@ -1,0 +1,81 @@
+"""DecodeConfig: everything that decides which tokens a run emits, checked before any model loads."""
+
+import math
+from dataclasses import dataclass
+
+RULES = ("greedy", "target_only", "traversal", "legacy_traversal")
+METHOD_PARTS = {
+    # what a method needs beside the target
+    "ar": (),
+    "dflash": ("drafter",),
+    "ddtree": ("drafter",),
+    "tfm": ("drafter", "weaver"),
+}
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Settings of one variant at one temperature. Use `check` before loading models."""
+
+    method: str
+    temperature: float = 1.0
+    rule: str = "target_only"
+    budget: int | None = None  # drafted nodes; the root is extra. None for ar and dflash
+    depth: int | None = None  # deepest draft; None means all the drafter's rows
+    width: int | None = None  # frontier nodes expanded at once (tfm); None means ceil(budget / 16)
+    children: int = 8  # children kept per expanded node (tfm)
+    candidates: int = 64  # K, candidates per depth (tfm); ddtree takes min(budget, vocab)
+    max_new_tokens: int = 48
+    seed: int = 0
+    eos_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # the text ends before a stop string, the ids with the token that completes it
+    requests: int = 1  # R, requests decoded together
+    gdn_backend: str = "solve"
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def check(self, draft_rows: int | None = None) -> "DecodeConfig":
+        """Return self, or raise ValueError naming key, value, allowed values and remedy.
+
+        `draft_rows` is the number of positions that the drafter drafts (block size - 1), when it is known.
+        """
+        _one_of("method", self.method, sorted(METHOD_PARTS))
+        _one_of("rule", self.rule, RULES)
+        _one_of("gdn_backend", self.gdn_backend, ("naive", "solve"))
+        if not isinstance(self.temperature, int | float) or not (
+            math.isfinite(self.temperature) and self.temperature >= 0
+        ):
+            _refuse("temperature", self.temperature, "a finite number >= 0", "use 0 for greedy, 1 for the target's law")
+        if self.rule == "greedy" and not self.is_greedy:
+            _refuse("rule", self.rule, "greedy only at temperature 0", f"temperature is {self.temperature}; use target_only")
+        for key in ("max_new_tokens", "children", "candidates", "requests"):
+            _at_least_one(key, getattr(self, key))
+        for key in ("budget", "depth", "width"):
+            if getattr(self, key) is not None:
+                _at_least_one(key, getattr(self, key))
+        if self.method in ("ddtree", "tfm") and self.budget is None:
+            _refuse("budget", None, "an integer >= 1", f"{self.method} needs the number of drafted nodes, for example 64")
+        if self.method in ("ar", "dflash") and self.budget is not None:
+            _refuse("budget", self.budget, "no budget", f"{self.method} takes none; leave it out")
+        if draft_rows is not None and self.depth is not None and self.depth > draft_rows:
+            _refuse("depth", self.depth, f"1 to {draft_rows}", f"the drafter drafts {draft_rows} positions; lower depth")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
+            _refuse("seed", self.seed, "an integer >= 0", "give a seed; there is no implicit one")
+        return self
+
+
+def _refuse(key: str, value, allowed: str, remedy: str) -> None:
+    raise ValueError(f"{key}: {value!r} is not allowed (allowed: {allowed}); {remedy}")
+
+
+def _one_of(key: str, value, allowed) -> None:
+    if value not in allowed:
+        _refuse(key, value, ", ".join(allowed), f"choose one of the allowed values for {key}")
+
+
+def _at_least_one(key: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        _refuse(key, value, "an integer >= 1", f"raise {key} to 1 or more")

@@ -1,0 +1,119 @@
+"""The draft tree: what a proposer hands to the target, and the invariants every other part relies on."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def validate_parents(parents: Tensor, num_nodes: Tensor | None = None) -> None:
+    """Raise ValueError unless every row of `parents` [R, N] is a rooted tree in topological order.
+
+    Node 0 is the root and has parent -1; every other node's parent stands before it. Rows past `num_nodes` [R] are
+    padding and carry parent -1. The message names the request, the node and the value.
+    """
+    if parents.dim() != 2:
+        raise ValueError(f"parents: shape {tuple(parents.shape)}, expected [requests, nodes]")
+    requests, width = parents.shape
+    counts = [width] * requests if num_nodes is None else num_nodes.tolist()
+    for request, (row, count) in enumerate(zip(parents.tolist(), counts, strict=True)):
+        if not 1 <= count <= width:
+            raise ValueError(f"parents: request {request} has {count} nodes, expected 1 to {width} (the root counts)")
+        if row[0] != -1:
+            raise ValueError(f"parents: request {request}, node 0 has parent {row[0]}; node 0 is the root, parent -1")
+        for node in range(1, count):
+            if not 0 <= row[node] < node:
+                raise ValueError(
+                    f"parents: request {request}, node {node} has parent {row[node]}, expected 0 to {node - 1}: "
+                    "one root, and parents before their children"
+                )
+        if any(parent != -1 for parent in row[count:]):
+            raise ValueError(f"parents: request {request}: padding past node {count - 1} must carry parent -1")
+
+
+def node_depths(parents: Tensor) -> Tensor:
+    """Return the depth of every node [R, N] int64; roots and padding have depth 0."""
+    depths = torch.zeros_like(parents)
+    for node in range(1, parents.shape[1]):
+        parent = parents[:, node]
+        above = depths.gather(1, parent.clamp(min=0)[:, None])[:, 0]
+        depths[:, node] = torch.where(parent >= 0, above + 1, 0)
+    return depths
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Return mask [R, N, N] bool: mask[r, i, j] says that j is i or an ancestor of i. Needs parents before children."""
+    requests, width = parents.shape
+    mask = torch.eye(width, dtype=torch.bool, device=parents.device).expand(requests, width, width).clone()
+    rows = torch.arange(requests, device=parents.device)
+    for node in range(1, width):
+        parent = parents[:, node]
+        mask[:, node] |= mask[rows, parent.clamp(min=0)] & (parent >= 0)[:, None]
+    return mask
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """R draft trees padded to N nodes. Node 0 is the root: the last committed token, drafted by nobody.
+
+    Siblings carry distinct tokens. Padding rows have token 0, parent -1, depth 0 and log-probability 0.
+    """
+
+    tokens: Tensor  # [R, N] int64
+    parents: Tensor  # [R, N] int64, parents[r, 0] == -1, parents[r, i] < i
+    depths: Tensor  # [R, N] int64
+    log_probs: Tensor  # [R, N] float32, of each node given its parent; 0 at the root
+    num_nodes: Tensor  # [R] int64, the root counts
+    is_chain: bool = False  # every request is a chain 0 -> 1 -> ...; lets the target take its causal path
+
+    @staticmethod
+    def build(tokens: Tensor, parents: Tensor, log_probs: Tensor | None = None, num_nodes: Tensor | None = None):
+        """Return a checked tree from tokens and parents [R, N]; raises ValueError as `validate` does."""
+        counts = torch.full_like(tokens[:, 0], tokens.shape[1]) if num_nodes is None else num_nodes
+        validate_parents(parents, counts)
+        tree = DraftTree(
+            tokens=tokens,
+            parents=parents,
+            depths=node_depths(parents),
+            log_probs=torch.zeros(tokens.shape, device=tokens.device) if log_probs is None else log_probs,
+            num_nodes=counts,
+            is_chain=bool((parents == torch.arange(-1, parents.shape[1] - 1, device=parents.device)).all()),
+        )
+        tree.validate()
+        return tree
+
+    @staticmethod
+    def root_only(roots: Tensor) -> "DraftTree":
+        """Return the tree of autoregressive decoding: the root [R] alone."""
+        zero = torch.zeros_like(roots)[:, None]
+        return DraftTree(roots[:, None], zero - 1, zero, zero.float(), torch.ones_like(roots), is_chain=True)
+
+    @property
+    def is_real(self) -> Tensor:
+        """Mask [R, N] bool of nodes that are not padding."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.num_nodes[:, None]
+
+    def ancestor_mask(self) -> Tensor:
+        """See `ancestor_mask`; [R, N, N] bool, a node is its own ancestor."""
+        if self.is_chain:
+            width = self.tokens.shape[1]
+            return torch.ones(width, width, dtype=torch.bool, device=self.tokens.device).tril().expand(
+                len(self.tokens), width, width
+            )
+        return ancestor_mask(self.parents)
+
+    def validate(self) -> None:
+        """Raise ValueError when an invariant of the class does not hold. Not called inside a timed step."""
+        validate_parents(self.parents, self.num_nodes)
+        if not torch.equal(self.depths, node_depths(self.parents)):
+            raise ValueError("depths: they do not follow from parents")
+        for request, count in enumerate(self.num_nodes.tolist()):
+            seen: dict[tuple[int, int], int] = {}
+            edges = zip(self.parents[request, :count].tolist(), self.tokens[request, :count].tolist(), strict=True)
+            for node, edge in enumerate(edges):
+                if edge in seen:
+                    raise ValueError(
+                        f"tokens: request {request}, nodes {seen[edge]} and {node} are siblings with token {edge[1]}; "
+                        "siblings carry distinct tokens"
+                    )
+                seen[edge] = node
