@@ -50,18 +50,24 @@ class DecodeConfig:
         ):
             _refuse("temperature", self.temperature, "a finite number >= 0", "use 0 for greedy, 1 for the target's law")
         if self.rule == "greedy" and not self.is_greedy:
-            _refuse("rule", self.rule, "greedy only at temperature 0", f"temperature is {self.temperature}; use target_only")
+            _refuse(
+                "rule", self.rule, "greedy only at temperature 0", f"temperature is {self.temperature}; use target_only"
+            )
         for key in ("max_new_tokens", "children", "candidates", "requests"):
             _at_least_one(key, getattr(self, key))
         for key in ("budget", "depth", "width"):
             if getattr(self, key) is not None:
                 _at_least_one(key, getattr(self, key))
         if self.method in ("ddtree", "tfm") and self.budget is None:
-            _refuse("budget", None, "an integer >= 1", f"{self.method} needs the number of drafted nodes, for example 64")
+            _refuse(
+                "budget", None, "an integer >= 1", f"{self.method} needs the number of drafted nodes, for example 64"
+            )
         if self.method in ("ar", "dflash") and self.budget is not None:
             _refuse("budget", self.budget, "no budget", f"{self.method} takes none; leave it out")
         if draft_rows is not None and self.depth is not None and self.depth > draft_rows:
-            _refuse("depth", self.depth, f"1 to {draft_rows}", f"the drafter drafts {draft_rows} positions; lower depth")
+            _refuse(
+                "depth", self.depth, f"1 to {draft_rows}", f"the drafter drafts {draft_rows} positions; lower depth"
+            )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
             _refuse("seed", self.seed, "an integer >= 0", "give a seed; there is no implicit one")
         return self

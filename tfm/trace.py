@@ -50,7 +50,7 @@ class RequestTrace:
     index: int  # index in the dataset: it seeds the noise
     prompt_tokens: int
     output_tokens: list[int]  # emitted tokens, an EOS that ended the request included
-    finish_reason: str  # "eos", "stop" or "length"
+    finish_reason: str  # "stop" (an EOS token or a stop string) or "length" (the cap)
     prefill_us: float | None
     decode_us: float | None
     steps: list[StepTrace] = field(default_factory=list)

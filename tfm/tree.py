@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tfm_kernels.gdn.ops import ancestor_mask
+
 
 def validate_parents(parents: Tensor, num_nodes: Tensor | None = None) -> None:
     """Raise ValueError unless every row of `parents` [R, N] is a rooted tree in topological order.
@@ -33,23 +35,7 @@ def validate_parents(parents: Tensor, num_nodes: Tensor | None = None) -> None:
 
 def node_depths(parents: Tensor) -> Tensor:
     """Return the depth of every node [R, N] int64; roots and padding have depth 0."""
-    depths = torch.zeros_like(parents)
-    for node in range(1, parents.shape[1]):
-        parent = parents[:, node]
-        above = depths.gather(1, parent.clamp(min=0)[:, None])[:, 0]
-        depths[:, node] = torch.where(parent >= 0, above + 1, 0)
-    return depths
-
-
-def ancestor_mask(parents: Tensor) -> Tensor:
-    """Return mask [R, N, N] bool: mask[r, i, j] says that j is i or an ancestor of i. Needs parents before children."""
-    requests, width = parents.shape
-    mask = torch.eye(width, dtype=torch.bool, device=parents.device).expand(requests, width, width).clone()
-    rows = torch.arange(requests, device=parents.device)
-    for node in range(1, width):
-        parent = parents[:, node]
-        mask[:, node] |= mask[rows, parent.clamp(min=0)] & (parent >= 0)[:, None]
-    return mask
+    return ancestor_mask(parents).sum(-1) - 1
 
 
 @dataclass(frozen=True)
@@ -97,8 +83,10 @@ class DraftTree:
         """See `ancestor_mask`; [R, N, N] bool, a node is its own ancestor."""
         if self.is_chain:
             width = self.tokens.shape[1]
-            return torch.ones(width, width, dtype=torch.bool, device=self.tokens.device).tril().expand(
-                len(self.tokens), width, width
+            return (
+                torch.ones(width, width, dtype=torch.bool, device=self.tokens.device)
+                .tril()
+                .expand(len(self.tokens), width, width)
             )
         return ancestor_mask(self.parents)
 

@@ -1,0 +1,99 @@
+"""Gated-DeltaNet tree verification: the public ops and the one place that chooses a backend."""
+
+import torch
+from torch import Tensor
+
+from tfm_kernels.gdn import naive, solve
+
+BACKENDS = ("naive", "solve")
+
+
+def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Return `name` if that backend runs on `device` with a state of `dtype`, else raise ValueError with the reason."""
+    if name not in BACKENDS:
+        raise ValueError(f"gdn_backend: {name!r} is not allowed (allowed: {', '.join(BACKENDS)}); choose one of them")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"gdn_backend: {name} keeps its state in float32 or float64, not {dtype}; convert the state")
+    return name
+
+
+def tree_verify(
+    q: Tensor,  # [R, N, H, K], normalised and scaled by K^-0.5
+    k: Tensor,  # [R, N, H, K], normalised
+    v: Tensor,  # [R, N, HV, V], HV a multiple of H
+    log_decay: Tensor,  # [R, N, HV], <= 0; -inf forgets everything
+    beta: Tensor,  # [R, N, HV]
+    parents: Tensor,  # [R, N] int64, parents[i] < i; -1 (the root and padding) starts from the committed state
+    state: Tensor,  # [R, HV, K, V] float32 or float64; read, never written
+    *,
+    backend: str,
+    ancestors: Tensor | None = None,  # [R, N, N] bool, computed from parents when absent; pass it when layers share it
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Verify every node of R trees against its ancestors.
+
+    Returns (out [R, N, HV, V], u [R, N, HV, V], path_log_decay [R, N, HV] float64): out and u in the state's dtype.
+    u and path_log_decay are all that `commit` needs of the tree. Rows with parent -1 are independent of the others.
+    """
+    _check(q, k, v, parents, state)
+    resolve_backend(backend, state.device, state.dtype)
+    if backend == "naive":
+        return naive.naive_tree_verify(q, k, v, log_decay, beta, parents, state)
+    if ancestors is None:
+        ancestors = ancestor_mask(parents)
+    return solve.tree_verify(q, k, v, log_decay, beta, ancestors, state)
+
+
+def commit(
+    state: Tensor,  # [R, HV, K, V]
+    k: Tensor,  # [R, N, H, K]
+    u: Tensor,  # [R, N, HV, V], from tree_verify
+    path_log_decay: Tensor,  # [R, N, HV], from tree_verify
+    path: Tensor,  # [R, P] int64 nodes from the root down, padded with -1; an all -1 row keeps its state
+) -> Tensor:
+    """Return the state after each request's path [R, HV, K, V]; the given state is not written.
+
+    S_n = exp(G_n) S_0 + sum over j on the path of exp(G_n - G_j) k_j u_j^T. Raises ValueError for nodes outside the
+    tree.
+    """
+    check_path(path, k.shape[1])
+    return solve.commit(state, k, u, path_log_decay, path)
+
+
+def check_path(path: Tensor, nodes: int) -> None:
+    """Raise ValueError unless `path` [R, P] holds node indices below `nodes`, with -1 only as trailing padding."""
+    low, high = int(path.min()), int(path.max())
+    gap = bool(((path[:, :-1] < 0) & (path[:, 1:] >= 0)).any())
+    if path.dim() != 2 or low < -1 or high >= nodes or gap:
+        raise ValueError(
+            f"path: {path.tolist()} is not allowed (allowed: nodes 0 to {nodes - 1}, then -1 as padding); "
+            "pass the path of the tree that was verified"
+        )
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Return mask [R, N, N] bool: mask[r, i, j] says that j is i or an ancestor of i.
+
+    `parents` [R, N] int64 with parents[i] < i or -1. Reachability by repeated squaring: log2(N) small products
+    instead of N dependent steps.
+    """
+    width = parents.shape[1]
+    reach = torch.zeros(*parents.shape, width + 1, device=parents.device)
+    reach.scatter_(2, (parents % (width + 1))[..., None], 1.0)  # -1 falls into the spare last column
+    reach = reach[..., :width] + torch.eye(width, device=parents.device)
+    span = 1
+    while span < width - 1:
+        reach = (reach @ reach).clamp(max=1.0)
+        span *= 2
+    return reach > 0
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, parents: Tensor, state: Tensor) -> None:
+    requests, nodes, heads, key_dim = k.shape
+    expected = (requests, v.shape[2], key_dim, v.shape[3])
+    if v.shape[2] % heads:
+        raise ValueError(f"v: {v.shape[2]} value heads are no multiple of {heads} key heads")
+    if q.shape != k.shape or v.shape[:2] != (requests, nodes) or parents.shape != (requests, nodes):
+        shapes = [tuple(x.shape) for x in (q, k, v, parents)]
+        raise ValueError(f"q, k, v, parents: shapes {shapes} disagree; all carry [requests, nodes] first")
+    if state.shape != expected:
+        raise ValueError(f"state: shape {tuple(state.shape)}, expected {expected} = [requests, value heads, K, V]")

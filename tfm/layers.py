@@ -1,0 +1,48 @@
+"""Pieces that target, drafter and weaver share: norms, rotary positions, the feed-forward block."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight in float32. `offset` 1 is Qwen3.5's (1 + weight) form, 0 the plain one."""
+
+    def __init__(self, dim: int, eps: float, offset: float = 0.0):
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (scaled * (self.weight.float() + self.offset)).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward block."""
+
+    def __init__(self, dim: int, inner: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, inner, bias=False)
+        self.up_proj = nn.Linear(dim, inner, bias=False)
+        self.down_proj = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary_table(positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin) [.., rotary_dim] of `positions` [..]; angles in float32, halves repeated (not interleaved)."""
+    steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device) / rotary_dim
+    angles = positions[..., None].float() * (1.0 / theta**steps)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the first rotary_dim channels of x [R, heads, N, dim] by `table` [R, N, rotary_dim]; pass the rest."""
+    cos, sin = (part[:, None] for part in table)
+    turning, still = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    low, high = turning.chunk(2, dim=-1)
+    turned = turning * cos + torch.cat([-high, low], dim=-1) * sin
+    return torch.cat([turned, still], dim=-1) if still.shape[-1] else turned
