@@ -4,8 +4,13 @@ import torch
 from torch import Tensor, nn
 
 
+def widen(x: Tensor) -> Tensor:
+    """Return x in float32, or unchanged when it is float64 (reference runs)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight in float32. `offset` 1 is Qwen3.5's (1 + weight) form, 0 the plain one."""
+    """x / rms(x) * weight in float32 (float64 for float64 input). `offset` 1 is Qwen3.5's (1 + weight) form, 0 the plain one."""
 
     def __init__(self, dim: int, eps: float, offset: float = 0.0):
         super().__init__()
@@ -13,9 +18,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = widen(x)
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (scaled * (self.weight.float() + self.offset)).to(x.dtype)
+        return (scaled * (widen(self.weight) + self.offset)).to(x.dtype)
 
 
 class MLP(nn.Module):

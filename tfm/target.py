@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tfm.cache import AttentionRows, GdnScratch, GdnState, TargetCache
 from tfm.clock import OFF, Clock
-from tfm.layers import MLP, RMSNorm, rotary_table, rotate
+from tfm.layers import MLP, RMSNorm, rotary_table, rotate, widen
 from tfm.tree import DraftTree
 from tfm_kernels import conv
 from tfm_kernels.gdn import ops, solve
@@ -165,9 +165,9 @@ class GatedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = x.float()
+        wide = widen(x)
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight.float() * scaled * nn.functional.silu(gate.float())).to(gate.dtype)
+        return (widen(self.weight) * scaled * nn.functional.silu(widen(gate))).to(gate.dtype)
 
 
 class GatedDeltaNet(nn.Module):
@@ -202,7 +202,7 @@ class GatedDeltaNet(nn.Module):
             write_logit, decay_input = self.in_proj_b(x), self.in_proj_a(x)
         with rows.clock.stage("target_gdn"):
             log_decay = log_decay_gate(self.A_log, decay_input, self.dt_bias)
-            beta = write_logit.float().sigmoid()
+            beta = widen(write_logit).sigmoid()
             core = self._tree if rows.tree is not None else self._sequence
             out, kept = core(mixed, log_decay, beta, rows, memory, backend)
             out = self.norm(out.to(x.dtype), gate).flatten(2)
@@ -248,14 +248,14 @@ def log_decay_gate(a_log: Tensor, decay_input: Tensor, dt_bias: Tensor) -> Tenso
 
     The product is formed in log space: exp(A_log) may overflow while softplus underflows (their product is then tiny).
     """
-    x = decay_input.float() + dt_bias.float()
+    x = widen(decay_input) + widen(dt_bias)
     # below -20 softplus(x) is exp(x) in float32
     log_softplus = torch.where(x < -20.0, x, nn.functional.softplus(x.clamp(min=-20.0)).log())
-    return -(a_log.float() + log_softplus).exp()
+    return -(widen(a_log) + log_softplus).exp()
 
 
 def _unit(x: Tensor) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 

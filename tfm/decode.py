@@ -1,0 +1,273 @@
+"""The loop: draft and build a tree, verify it, accept a path, commit it. Every method runs through it.
+
+Autoregressive decoding is the tree of the root alone and a chain is a tree with one child a node, so all methods share
+the same target, rules, noise and counters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from tfm.acceptance import VerifyResult, accept
+from tfm.clock import OFF, Clock
+from tfm.config import DecodeConfig
+from tfm.marginals import Marginals
+from tfm.sampling import next_tokens
+from tfm.target import Target, TargetOutput
+from tfm.trace import RequestTrace, StepTrace, TreeNode
+from tfm.tree import DraftTree
+
+if TYPE_CHECKING:
+    from tfm.drafter import Drafter
+    from tfm.weaver import Weaver
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenised prompt. `index` is its index in the dataset: it seeds the request's noise."""
+
+    id: str
+    index: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a method decodes with; parts that it does not need are None."""
+
+    target: Target
+    drafter: "Drafter | None" = None
+    weaver: "Weaver | None" = None
+
+
+class Proposer(Protocol):
+    """Turns a context into a draft tree, timing its drafter pass as "draft" and the rest as "build"."""
+
+    def propose(self, context: "Context", clock: Clock) -> DraftTree: ...
+
+
+class Context:
+    """What R requests know between two steps. `advance` is the one place that changes it."""
+
+    def __init__(self, models: Models, prefill: TargetOutput, lengths: Tensor, roots: Tensor, *, max_tokens: int):
+        self._models = models
+        self.roots = roots  # [R] int64, the last emitted token of each request; not yet in any cache
+        self.target_hidden = prefill.hidden[:, 0]  # [R, d], after the final norm, of the root's predecessor
+        if models.drafter is not None:
+            self._drafter_cache = models.drafter.new_cache(len(roots), max_tokens)
+            models.drafter.append(prefill.taps, lengths, self._drafter_cache)
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def draft(self, candidates: int) -> Marginals:
+        """Run the drafter once and return its `candidates` best tokens for each of its rows.
+
+        The target's features of the tokens committed since the last call are appended to the drafter's context first.
+        """
+        drafter = self._models.drafter
+        if self._pending is not None:
+            drafter.append(*self._pending, self._drafter_cache)
+            self._pending = None
+        logits, hidden = drafter.draft(self.roots, self._drafter_cache, self._models.target)
+        return Marginals.from_logits(logits, hidden, candidates)
+
+    def advance(self, output: TargetOutput, result: VerifyResult) -> None:
+        """Move to the bonus token; the nodes of the path become drafter context, finished requests keep theirs."""
+        counts = (result.path >= 0).sum(1)
+        nodes = result.path.clamp(min=0)
+        leaf = nodes.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
+        rows = torch.arange(len(nodes), device=nodes.device)
+        self.target_hidden = output.hidden[rows, leaf]
+        self.roots = result.bonus
+        if self._models.drafter is not None:
+            self._pending = (output.taps[rows[:, None], nodes], counts)
+
+
+def decode(
+    prompts: list[Prompt],
+    models: Models,
+    config: DecodeConfig,
+    *,
+    proposer: Proposer,
+    on_finish: Callable[[RequestTrace], None],
+    clock: Clock = OFF,
+    on_token: Callable[[str, int], None] | None = None,
+    detokenise: Callable[[list[int]], str] | None = None,
+    traced: bool = False,
+) -> None:
+    """Decode every prompt, `config.requests` at a time, and hand each finished request to `on_finish`.
+
+    Order is the order given. `on_token(id, tokens emitted)` reports progress; `detokenise` is needed for stop strings;
+    `traced` records every tree. Raises ValueError for an empty prompt or a missing model; nothing is skipped here.
+    """
+    config.check(models.drafter.draft_rows if models.drafter is not None else None)
+    if config.stop and detokenise is None:
+        raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
+    for prompt in prompts:
+        if not prompt.tokens:
+            raise ValueError(f"prompt {prompt.id}: [] is not allowed (allowed: one token or more); skip empty prompts")
+    with torch.inference_mode():
+        for start in range(0, len(prompts), config.requests):
+            batch = _Batch(prompts[start : start + config.requests], models, config, clock, detokenise, traced)
+            batch.run(proposer, on_finish, on_token)
+
+
+class _Request:
+    """Output and counters of one request."""
+
+    def __init__(self, prompt: Prompt, config: DecodeConfig, detokenise: Callable[[list[int]], str] | None):
+        self.prompt, self.config, self.detokenise = prompt, config, detokenise
+        self.output: list[int] = []
+        self.finish_reason: str | None = None
+        self.steps: list[StepTrace] = []
+        self.trees: list[TreeNode] = []
+
+    def emit(self, tokens: list[int]) -> int:
+        """Append tokens up to an EOS, a stop string or the cap; return how many were kept."""
+        for kept, token in enumerate(tokens, start=1):
+            self.output.append(token)
+            if token in self.config.eos_tokens or self._completes_stop():
+                self.finish_reason = "stop"
+            elif len(self.output) == self.config.max_new_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                return kept
+        return len(tokens)
+
+    def _completes_stop(self) -> bool:
+        return bool(self.config.stop) and any(word in self.detokenise(self.output) for word in self.config.stop)
+
+    def record(self, tree: "_HostTree", row: int, result: "_HostResult", stage_us: dict | None, traced: bool) -> None:
+        """Emit what a step accepted and append its trace."""
+        accepted, path = result.accepted[row], result.path[row][: result.accepted[row] + 1]
+        context = len(self.prompt.tokens) + len(self.output)
+        kept = self.emit([tree.tokens[row][node] for node in path[1:]] + [result.bonus[row]])
+        nodes = tree.num_nodes[row]
+        step = StepTrace(
+            step=len(self.steps),
+            context=context,
+            nodes=nodes,
+            depth=max(tree.depths[row][:nodes]),
+            accepted=min(accepted, kept),
+            accepted_untrimmed=accepted,
+            committed=kept,
+            expected_accepted=result.expected_accepted[row],
+            stage_us=stage_us,
+        )
+        self.steps.append(step)
+        if traced:
+            columns = zip(tree.parents[row], tree.tokens[row], tree.log_probs[row], tree.depths[row], strict=True)
+            for node, (parent, token, log_prob, depth) in enumerate(list(columns)[:nodes]):
+                self.trees.append(TreeNode(step.step, node, parent, token, log_prob, depth, node in path))
+
+
+@dataclass
+class _HostTree:
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    depths: list[list[int]]
+    log_probs: list[list[float]]
+    num_nodes: list[int]
+
+
+@dataclass
+class _HostResult:
+    path: list[list[int]]
+    accepted: list[int]
+    bonus: list[int]
+    expected_accepted: list[float]
+
+
+def _to_host(kind, source):
+    # the step's device-to-host copy
+    return kind(**{name: getattr(source, name).tolist() for name in kind.__dataclass_fields__})
+
+
+class _Batch:
+    """R requests decoded together; a finished one keeps its row but commits and emits nothing more."""
+
+    def __init__(self, prompts, models: Models, config: DecodeConfig, clock: Clock, detokenise, traced: bool):
+        self.models, self.config, self.clock, self.traced = models, config, clock, traced
+        self.requests = [_Request(prompt, config, detokenise) for prompt in prompts]
+        self.device = models.target.embed_weight.device
+        self.indices = torch.tensor([prompt.index for prompt in prompts], device=self.device)
+
+    def run(self, proposer: Proposer, on_finish, on_token) -> None:
+        alone = len(self.requests) == 1  # a wall time belongs to a request only when it ran alone
+        start = self.clock.now()
+        context = self._prefill()
+        started = self.clock.now()
+        while not all(request.finish_reason for request in self.requests):
+            self._step(context, proposer)
+            if on_token is not None:
+                on_token(self.requests[0].prompt.id, sum(len(request.output) for request in self.requests))
+        end = self.clock.now()
+        timed = alone and start is not None
+        for request in self.requests:
+            on_finish(
+                RequestTrace(
+                    id=request.prompt.id,
+                    index=request.prompt.index,
+                    prompt_tokens=len(request.prompt.tokens),
+                    output_tokens=request.output,
+                    finish_reason=request.finish_reason,
+                    prefill_us=(started - start) * 1e6 if timed else None,
+                    decode_us=(end - started) * 1e6 if timed else None,
+                    steps=request.steps,
+                    trees=request.trees,
+                )
+            )
+
+    def _prefill(self) -> Context:
+        config, target = self.config, self.models.target
+        prompts = [request.prompt.tokens for request in self.requests]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        longest = int(lengths.max())
+        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device)
+        # a last step may commit drafts past the cap; they are trimmed from the output, not from the cache
+        draft_rows = self.models.drafter.draft_rows if self.models.drafter is not None else 0
+        max_tokens = longest + config.max_new_tokens + draft_rows + 1
+        self.cache = target.new_cache(len(prompts), max_tokens)
+        output = target.prefill(tokens, lengths, self.cache)
+        roots = next_tokens(
+            output.logits, lengths[:, None], self.indices, seed=config.seed, temperature=config.temperature
+        )[:, 0]
+        for request, root in zip(self.requests, roots.tolist(), strict=True):
+            request.emit([root])
+        return Context(self.models, output, lengths, roots, max_tokens=max_tokens)
+
+    def _step(self, context: Context, proposer: Proposer) -> None:
+        clock, config = self.clock, self.config
+        active = torch.tensor([request.finish_reason is None for request in self.requests], device=self.device)
+        clock.start_step()
+        tree = proposer.propose(context, clock)
+        with clock.stage("verify"):
+            output = self.models.target.verify(tree, self.cache, clock)
+        with clock.stage("accept"):
+            result = accept(
+                tree,
+                output.logits,
+                rule=config.rule,
+                temperature=config.temperature,
+                seed=config.seed,
+                indices=self.indices,
+                root_positions=self.cache.lengths,
+            )
+            result.path.masked_fill_(~active[:, None], -1)
+            host = _to_host(_HostResult, result)
+        with clock.stage("commit"):
+            self.cache.commit(output.scratch, result.path)
+        context.advance(output, result)
+        host_tree = _to_host(_HostTree, tree)
+        stage_us = clock.end_step()
+        for row, request in enumerate(self.requests):
+            if request.finish_reason is None:
+                request.record(host_tree, row, host, stage_us if len(self.requests) == 1 else None, self.traced)
+
+
+def visible_text(text: str, stop: tuple[str, ...]) -> str:
+    """Return `text` up to the first stop string, which is left out."""
+    cuts = [text.find(word) for word in stop if word in text]
+    return text[: min(cuts)] if cuts else text
