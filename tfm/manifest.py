@@ -1,0 +1,205 @@
+"""What produced a result: digests of code and data, and the facts of the machine that are fit to publish."""
+
+import ast
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+SCHEMA_VERSION = 1
+REPOSITORY = Path(__file__).resolve().parent.parent
+# import name -> folder; imports that leave these are the environment's business
+PACKAGES = {"tfm_kernels": "kernels", "tfm": "tfm", "baselines": "baselines"}
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".json")
+
+
+def sha256_file(path: Path) -> str:
+    """Return the hex SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value) -> str:
+    """Return the hex SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sha256_weights(folder: Path) -> str | None:
+    """Return one digest over the tensors and JSON files of a checkpoint folder (cards left out); None when absent."""
+    files = weight_files(folder)
+    return sha256_json({path.relative_to(folder).as_posix(): sha256_file(path) for path in files}) if files else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the tensors and JSON files under a checkpoint folder, sorted; empty when the folder is missing."""
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix in WEIGHT_SUFFIXES)
+
+
+def source_digest(method_module: str, root: Path = REPOSITORY) -> str:
+    """Return the digest of the code that decides a method's tokens.
+
+    Covers tfm.decode, the method's module ("module" or "module:factory") and everything that they import inside
+    kernels, tfm and baselines, plus the bytes of csrc folders on the way. Comments, docstrings and layout do not count.
+    """
+    start = ["tfm.decode", method_module.partition(":")[0]]
+    digests = {}
+    for module in import_closure(start, root):
+        path = module_path(module, root)
+        digests[path.relative_to(root).as_posix()] = hashlib.sha256(_canonical(_parse(path)).encode()).hexdigest()
+        for source in sorted((path.parent / "csrc").glob("*")) if path.name == "__init__.py" else ():
+            digests[source.relative_to(root).as_posix()] = sha256_file(source)
+    return sha256_json(digests)
+
+
+def cell_digest(cell: dict, *, source: str, prompts_sha256: str) -> str:
+    """Return the digest that decides whether a finished cell is stale: code, resolved cell, weights and prompts."""
+    return sha256_json({"source": source, "cell": cell, "prompts": prompts_sha256})
+
+
+def import_closure(modules: list[str], root: Path = REPOSITORY) -> list[str]:
+    """Return, sorted, all modules of this project reached by import statements from `modules`, themselves included.
+
+    Raises FileNotFoundError for a starting module that has no file. Strings are not followed: a table of
+    "module:factory" names reaches none of them.
+    """
+    pending, seen = list(modules), set()
+    for module in modules:
+        if module_path(module, root) is None:
+            raise FileNotFoundError(f"{module}: no such module under {', '.join(PACKAGES.values())}")
+    while pending:
+        module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        parts = module.split(".")
+        parents = [".".join(parts[:size]) for size in range(1, len(parts))]
+        for name in [*parents, *imported_names(module, root)]:
+            if name not in seen and module_path(name, root) is not None:
+                pending.append(name)
+    return sorted(seen)
+
+
+def imported_names(module: str, root: Path = REPOSITORY) -> list[str]:
+    """Return the dotted names a module imports, `from a import b` giving both a and a.b."""
+    path, names = module_path(module, root), []
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(_parse(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def module_path(module: str, root: Path = REPOSITORY) -> Path | None:
+    """Return the file of a module of this project, or None for anything else (folders without __init__ too)."""
+    top, *rest = module.split(".")
+    if top not in PACKAGES:
+        return None
+    base = root.joinpath(PACKAGES[top], *rest)
+    for path in (base / "__init__.py", base.with_suffix(".py") if rest else None):
+        if path is not None and path.is_file():
+            return path
+    return None
+
+
+def environment() -> dict:
+    """Return versions, platform and commit. Names no host, user or absolute path."""
+    packages = ("torch", "numpy", "pyarrow", "safetensors", "tokenizers", "triton")
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version for name in packages if (version := _version(name))},
+        "git": git_state(),
+    }
+
+
+def git_state(root: Path = REPOSITORY) -> dict:
+    """Return {commit, dirty}; both None outside a repository. Dirty means tracked files of the code differ."""
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "dirty": None}
+    changed = _git(
+        root, "status", "--porcelain", "--untracked-files=no", "--", "kernels", "tfm", "baselines", "workflows"
+    )
+    return {"commit": commit.strip(), "dirty": bool(changed and changed.strip())}
+
+
+def cpu_name() -> str:
+    """Return the processor's model name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Put `data` at `path` so that a reader sees the old file or the whole new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_atomic(Path(path), (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def command_line(script: str) -> str:
+    """Return how a script was called, with the interpreter's path left out."""
+    return " ".join(["python", script, *sys.argv[1:]])
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def _canonical(node) -> str:
+    """Return text for a syntax tree that is the same on every Python: no positions, docstrings or empty fields."""
+    if isinstance(node, list):
+        return "[" + ",".join(_canonical(item) for item in node) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = []
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            value = value[1:] if value and _is_docstring(value[0]) else value
+        if value is not None and value != [] and name not in ("kind", "type_comment", "type_ignores", "ctx"):
+            fields.append(f"{name}={_canonical(value)}")
+    return f"{type(node).__name__}({','.join(fields)})"
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
