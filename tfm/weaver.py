@@ -1,0 +1,255 @@
+"""Weaver: a path-conditional correction of the drafter's marginals over the K candidates of each depth.
+
+The prefix is the target's hidden state at the last committed position and the drafter's hidden rows, passed once,
+causally. A drafted token attends to the prefix, to its ancestors and to itself; its output scores the candidates of
+its children: logits = drafter logits + residual, softmax over the candidates alone.
+This is the first released form (learned positions, GELU MLP); `WeaverConfig` refuses the later ones.
+"""
+
+from dataclasses import asdict, dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tfm.marginals import Marginals
+
+
+@dataclass(frozen=True)
+class WeaverConfig:
+    """Sizes of a weaver, under the key names of the released file."""
+
+    d_model: int  # hidden size of target and drafter
+    d_embed: int  # width of the target's embedding
+    d_rank: int  # internal width
+    num_heads: int
+    mlp_dim: int
+    num_layers: int = 1
+    K: int = 15  # draft positions, rows of pos_emb
+    candidate_pool_size: int = 512
+    encoder_mode: int = 3  # "global prompt"
+    score_head: int = 4  # "simple"
+    norm_eps: float = 1e-6
+
+    @staticmethod
+    def from_dict(config: dict) -> "WeaverConfig":
+        """Read a released config. Raises ValueError naming the key, its value and what is allowed."""
+        known = {field.name for field in fields(WeaverConfig)}
+        unknown = sorted(set(config) - known)
+        if unknown:
+            raise ValueError(
+                f"weaver config: {', '.join(f'{key}={config[key]!r}' for key in unknown)} is not understood (known: "
+                f"{', '.join(sorted(known))}); only the first released form is supported (learned positions, GELU)"
+            )
+        missing = sorted({"d_model", "d_embed", "d_rank", "num_heads", "mlp_dim"} - set(config))
+        if missing:
+            raise ValueError(f"weaver config: no {', '.join(missing)}; take the config that belongs to the weights")
+        return WeaverConfig(**config).check()
+
+    def check(self) -> "WeaverConfig":
+        """Return self, or raise ValueError naming the key, its value and what is allowed."""
+        for key, allowed in (("encoder_mode", 3), ("score_head", 4)):
+            if getattr(self, key) != allowed:
+                raise ValueError(
+                    f"{key}: {getattr(self, key)!r} is not allowed (allowed: {allowed}); use a weaver of the first "
+                    "released form, encoder_mode 3 and score_head 4"
+                )
+        for key in ("d_model", "d_embed", "d_rank", "num_heads", "mlp_dim", "num_layers", "K", "candidate_pool_size"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key}: {value!r} is not allowed (allowed: an integer >= 1)")
+        if self.d_rank % self.num_heads:
+            raise ValueError(f"num_heads: {self.num_heads} does not divide d_rank {self.d_rank}")
+        return self
+
+    def to_dict(self) -> dict:
+        """Return the dictionary that `from_dict` reads back."""
+        return asdict(self)
+
+
+class BiasedRMSNorm(nn.Module):
+    """RMSNorm with weight and bias; computed in float32, returned in the input's dtype."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (scaled * self.weight.float() + self.bias.float()).to(x.dtype)
+
+
+class WeaverBlock(nn.Module):
+    """Pre-norm multi-head attention without rotary embedding, then a pre-norm GELU (exact) MLP."""
+
+    def __init__(self, config: WeaverConfig):
+        super().__init__()
+        width = config.d_rank
+        self.heads, self.head_dim = config.num_heads, width // config.num_heads
+        self.norm_attn = BiasedRMSNorm(width, config.norm_eps)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.norm_mlp = BiasedRMSNorm(width, config.norm_eps)
+        self.fc1 = nn.Linear(width, config.mlp_dim)
+        self.fc2 = nn.Linear(config.mlp_dim, width)
+
+    def project(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v [..., H, head_dim] of rows [..., width]."""
+        normed = self.norm_attn(rows)
+        split = (self.heads, self.head_dim)
+        return tuple(layer(normed).unflatten(-1, split) for layer in (self.q_proj, self.k_proj, self.v_proj))
+
+    def finish(self, rows: Tensor, attended: Tensor) -> Tensor:
+        """Return rows after the residual of `attended` [..., H, head_dim] and after the MLP."""
+        rows = rows + self.o_proj(attended.flatten(-2))
+        return rows + self.fc2(F.gelu(self.fc1(self.norm_mlp(rows))))
+
+    def causal(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows [N, n, width] after the block, and the keys and values [N, n, H, head_dim] they left."""
+        queries, keys, values = self.project(rows)
+        attended = F.scaled_dot_product_attention(
+            queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), is_causal=True
+        )
+        return self.finish(rows, attended.transpose(1, 2)), keys, values
+
+
+class Weaver(nn.Module):
+    """See the module. Parameter names are those of the released file, with split q, k and v."""
+
+    def __init__(self, config: WeaverConfig):
+        super().__init__()
+        self.config = config
+        self.output_norm = BiasedRMSNorm(config.d_model, config.norm_eps)
+        self.embed_norm = BiasedRMSNorm(config.d_embed, config.norm_eps)
+        self.token_in = nn.Linear(config.d_embed, config.d_rank)
+        self.proposal_in = nn.Linear(config.d_model, config.d_rank)
+        self.blocks = nn.ModuleList(WeaverBlock(config) for _ in range(config.num_layers))
+        self.out_norm = BiasedRMSNorm(config.d_rank, config.norm_eps)
+        self.lm_head_query_in = nn.Linear(config.d_rank, config.d_model, bias=False)
+        self.pos_emb = nn.Parameter(torch.zeros(config.K, config.d_rank))
+
+    def prefix_rows(self, target_hidden: Tensor, draft_hidden: Tensor) -> Tensor:
+        """Return u_0 .. u_D [N, D + 1, width] from target_hidden [N, d_model] and draft_hidden [N, D, d_model].
+
+        Raises ValueError when the drafter has more rows than the weaver has positions.
+        """
+        rows = draft_hidden.shape[1]
+        if rows > self.config.K:
+            raise ValueError(
+                f"K: the weaver has {self.config.K} draft positions, the drafter gives {rows} rows; use a weaver "
+                "trained for this block size"
+            )
+        hidden = torch.cat([target_hidden[:, None], draft_hidden], dim=1).to(self.pos_emb.dtype)
+        first = torch.zeros_like(self.pos_emb[:1])
+        return self.proposal_in(self.output_norm(hidden)) + torch.cat([first, self.pos_emb[:rows]])
+
+    def embed_tokens(self, embeds: Tensor) -> Tensor:
+        """Return [..., width] from the target's embedding rows [..., d_embed], without the position."""
+        return self.token_in(self.embed_norm(embeds.to(self.pos_emb.dtype)))
+
+    def positions(self, depths: Tensor) -> Tensor:
+        """Return the learned positions [..., width] of nodes at `depths`; depths past the table use its last row."""
+        return self.pos_emb[depths.clamp(0, self.config.K - 1)]
+
+    def path_queries(self, target_hidden: Tensor, draft_hidden: Tensor, embeds: Tensor) -> Tensor:
+        """Return queries [N, D, d_model] along a path (differentiable): the dot with a head row is the residual.
+
+        embeds [N, D, d_embed] are the target's embeddings of the root and of the D - 1 tokens after it. Row d equals
+        what `WeaverScorer.expand` uses for the node at depth d of that path.
+        """
+        prefix = self.prefix_rows(target_hidden, draft_hidden)
+        depths = torch.arange(embeds.shape[1], device=embeds.device)
+        rows = torch.cat([prefix, self.embed_tokens(embeds) + self.positions(depths)], dim=1)
+        for block in self.blocks:
+            rows, _, _ = block.causal(rows)
+        return self.lm_head_query_in(self.out_norm(rows[:, prefix.shape[1] :]))
+
+
+class WeaverScorer:
+    """Scores the children of tree nodes with a weaver. One `begin` a tree batch, then `expand` in any order.
+
+    The weights are folded into two tables once: head rows times the query projection [vocab, width], and projected
+    embeddings [vocab, width]. Keys and values of expanded nodes lie in slots; a node's ancestors are a list of slots,
+    so nothing is copied between branches.
+    """
+
+    def __init__(self, weaver: Weaver, target):
+        self.weaver = weaver
+        with torch.no_grad():
+            dtype = weaver.pos_emb.dtype
+            self.head_table = target.head_weight.to(dtype) @ weaver.lm_head_query_in.weight  # [vocab, width]
+            self.token_table = weaver.embed_tokens(target.embed_weight)  # [vocab, width]
+
+    def begin(self, marginals: Marginals, target_hidden: Tensor, slots: int) -> None:
+        """Run the prefix of every request and make room for `slots` expanded nodes.
+
+        target_hidden [R, d_model] is the target's final-norm hidden state at the root's predecessor.
+        """
+        self.marginals = marginals
+        rows = self.weaver.prefix_rows(target_hidden, marginals.hidden)
+        self.prefix = []
+        for block in self.weaver.blocks:
+            rows, keys, values = block.causal(rows)
+            self.prefix.append((keys, values))
+        requests, depth = marginals.tokens.shape[:2]
+        # one slot more than asked: padding writes there
+        shape = (len(self.prefix), requests, slots + 1, *self.prefix[0][0].shape[2:])
+        self.keys, self.values = rows.new_zeros(shape), rows.new_zeros(shape)
+        self.ancestors = torch.full((requests, slots + 1, depth), slots, device=rows.device)
+        self.request = torch.arange(requests, device=rows.device)[:, None]
+
+    def expand(self, slots: Tensor, parent_slots: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
+        """Return log-probs [R, W, K] float32 over the candidates of the children of the nodes, normalised over them.
+
+        slots, parent_slots, tokens, depths [R, W]; the root has depth 0 (its parent slot is ignored). Row d of the
+        candidates belongs to the children of a node at depth d. Slot -1 is padding: its values mean nothing.
+        """
+        spare = self.ancestors.shape[1] - 1
+        own = torch.where(slots < 0, spare, slots)
+        depths = depths.clamp(0, self.ancestors.shape[2] - 1)
+        lists = self.ancestors[self.request, torch.where(depths > 0, parent_slots, spare)]
+        lists = lists.scatter(2, depths[..., None], own[..., None])
+        self.ancestors[self.request, own] = lists
+        rows = self.token_table[tokens] + self.weaver.positions(depths)
+        for layer, block in enumerate(self.weaver.blocks):
+            rows = self._attend(layer, block, rows, own, lists, depths)
+        return self._scores(self.weaver.out_norm(rows), depths)
+
+    def _attend(self, layer: int, block: WeaverBlock, rows: Tensor, own: Tensor, lists: Tensor, depths: Tensor):
+        queries, keys, values = block.project(rows)
+        self.keys[layer, self.request, own] = keys
+        self.values[layer, self.request, own] = values
+        prefix_keys, prefix_values = self.prefix[layer]
+        request = self.request[..., None]
+        to_prefix = torch.einsum("rwhc,rphc->rwhp", queries, prefix_keys)
+        to_ancestors = torch.einsum("rwhc,rwahc->rwha", queries, self.keys[layer, request, lists])
+        is_path = torch.arange(lists.shape[2], device=rows.device) <= depths[..., None]
+        to_ancestors = to_ancestors.masked_fill(~is_path[:, :, None], float("-inf"))
+        scores = torch.cat([to_prefix, to_ancestors], dim=-1) * block.head_dim**-0.5
+        weights = scores.float().softmax(-1).to(rows.dtype)
+        from_prefix, from_ancestors = weights.split([prefix_keys.shape[1], lists.shape[2]], dim=-1)
+        attended = torch.einsum("rwhp,rphc->rwhc", from_prefix, prefix_values)
+        attended = attended + torch.einsum("rwha,rwahc->rwhc", from_ancestors, self.values[layer, request, lists])
+        return block.finish(rows, attended)
+
+    def _scores(self, rows: Tensor, depths: Tensor) -> Tensor:
+        candidates = self.marginals.tokens[self.request, depths]
+        residual = torch.einsum("rwc,rwkc->rwk", rows, self.head_table[candidates.clamp(min=0)]).float()
+        scores = self.marginals.log_probs[self.request, depths].float() + residual
+        return scores.masked_fill(candidates < 0, float("-inf")).log_softmax(-1)
+
+
+def init_weaver(weaver: Weaver, seed: int, std: float = 0.02) -> None:
+    """Fill the weights from `seed`; the query projection starts at zero, so that the residual starts at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in weaver.named_parameters():
+            if parameter.dim() > 1 and not name.startswith("lm_head_query_in"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            else:
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
