@@ -10,7 +10,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight in float32 (float64 for float64 input). `offset` 1 is Qwen3.5's (1 + weight) form, 0 the plain one."""
+    """x / rms(x) * weight, computed wide. `offset` 1 is the (1 + weight) form of Qwen3.5, 0 the plain one."""
 
     def __init__(self, dim: int, eps: float, offset: float = 0.0):
         super().__init__()
