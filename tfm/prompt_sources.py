@@ -1,0 +1,178 @@
+"""The three places that prompt sets come from: embedded in the package, files of a directory, the hub.
+
+A run names its source. None of the loaders falls back to another; each raises ValueError with name, what was
+expected and the remedy.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from tfm.pins import check_dataset, require_pinned
+from tfm.prompts import PromptRow
+from tfm.sharechat import rebuild_sharechat
+
+DOMAINS = ("chat", "math", "code")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The rows of one set in file order, how the protocol takes a subset, and what pins the content."""
+
+    name: str
+    source: str  # embedded, local or hub
+    rows: list[PromptRow]
+    sha256: str  # of the file's bytes; for the hub of the rows as JSON
+    revision: str | None = None  # hub only
+    cap: int | None = None  # prompts of the paper's protocol, None = all
+    stratify: bool = False
+
+    def count(self, limit: int | None) -> int | None:
+        """Return how many rows a run takes: `limit` overrides the protocol's cap."""
+        return self.cap if limit is None else limit
+
+
+def load_prompt_set(pins: dict, *, source: str, name: str, data: Path | str | None = None) -> PromptSet:
+    """Load one set from the named source. `data` is the directory of source local, None for the others."""
+    check_dataset(pins, source, name)
+    if (data is not None) != (source == "local"):
+        raise ValueError(
+            f"data: {data!r} is not allowed with source {source} (allowed: a directory with source local, "
+            "nothing otherwise); set both"
+        )
+    if source == "embedded":
+        return load_embedded(pins, name)
+    return load_directory(pins, name, data) if source == "local" else load_hub(pins, name)
+
+
+def load_embedded(pins: dict, name: str) -> PromptSet:
+    """Load a set that ships with the package (tfm/data)."""
+    entry = check_dataset(pins, "embedded", name)
+    content = (resources.files("tfm.data") / f"{name}.jsonl").read_bytes()
+    return _prompt_set(name, "embedded", entry, parse_rows(content, name, entry), _sha256(content))
+
+
+def load_directory(pins: dict, name: str, data: Path | str) -> PromptSet:
+    """Load a set from a directory; its bytes must have the pinned SHA-256."""
+    entry = check_dataset(pins, "local", name)
+    path = Path(data) / entry["file"]
+    if not path.is_file():
+        raise ValueError(
+            f"data: {str(path)!r} does not exist ({name} needs it); put the file there (source: {entry['source']}) "
+            "or leave the set out"
+        )
+    content = path.read_bytes()
+    actual = _sha256(content)
+    if actual != entry["sha256"]:
+        raise ValueError(
+            f"sha256: {str(path)!r} differs from its pin: expected {entry['sha256']}, actual {actual}; restore the "
+            f"file (source: {entry['source']}), or if the change is meant set local.{name}.sha256 in "
+            "workflows/config/datasets.yaml"
+        )
+    return _prompt_set(name, "local", entry, parse_rows(content, name, entry), actual)
+
+
+def load_hub(pins: dict, name: str, *, load_dataset: Callable | None = None) -> PromptSet:
+    """Load one of the paper's sets at its pinned revision through `datasets.load_dataset`."""
+    entry = require_pinned(pins, name)
+    if load_dataset is None:
+        from datasets import load_dataset  # seconds to import, and absent where only cells run
+    if entry.get("builder") == "sharechat":
+        rows = rebuild_sharechat(lambda url: _fetch(load_dataset, name, entry, data_files=url), entry)
+    else:
+        records = _fetch(load_dataset, name, entry, data_files=entry.get("data_files"))
+        rows = [_hub_row(record, index, name, entry) for index, record in enumerate(records)]
+    content = "".join(json.dumps([row.id, row.turns, row.category]) + "\n" for row in rows).encode()
+    return _prompt_set(name, "hub", entry, rows, _sha256(content), revision=entry["revision"])
+
+
+def parse_rows(content: bytes, name: str, entry: dict) -> list[PromptRow]:
+    """Return the rows of a file in the format {id, dataset, domain, turns, reference?, meta?}, JSON lines.
+
+    Raises ValueError with the line on a malformed row or a repeated id. A turn may be None or empty here.
+    """
+    rows: list[PromptRow] = []
+    for number, line in enumerate(content.decode("utf-8").rstrip("\n").split("\n"), start=1):
+        rows.append(_file_row(line, f"{name} line {number}", index=number - 1, name=name, entry=entry))
+    seen: set[str] = set()
+    for row in rows:
+        if row.id in seen:
+            raise ValueError(f"{name}: id {row.id!r} is there twice; ids must differ, since they choose subsets")
+        seen.add(row.id)
+    return rows
+
+
+def _file_row(line: str, where: str, *, index: int, name: str, entry: dict) -> PromptRow:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}); restore the file") from error
+    missing = [key for key in ("id", "domain", "turns") if not isinstance(fields, dict) or key not in fields]
+    if missing:
+        raise ValueError(f"{where}: lacks {', '.join(missing)}; a row is {{id, dataset, domain, turns, ...}}")
+    if fields["domain"] not in DOMAINS:
+        raise ValueError(f"{where}: domain {fields['domain']!r} is not allowed (allowed: {', '.join(DOMAINS)})")
+    turns = fields["turns"]
+    if not isinstance(turns, list) or not all(turn is None or isinstance(turn, str) for turn in turns):
+        raise ValueError(f"{where}: turns must be a list of strings, got {turns!r}; fix the row")
+    meta = fields.get("meta") or {}
+    category = _joined(meta, entry.get("category", ()), where)
+    return PromptRow(str(fields["id"]), index, name, fields["domain"], tuple(turns), category, meta)
+
+
+def _hub_row(record: dict, index: int, name: str, entry: dict) -> PromptRow:
+    where = f"{name} row {index}"
+    columns = entry["columns"]
+    lacking = sorted(column for column in columns.values() if column not in record)
+    if lacking:
+        raise ValueError(
+            f"{where}: column {', '.join(lacking)} is not there (there are: {', '.join(sorted(record))}); "
+            f"correct hub.{name}.columns in workflows/config/datasets.yaml or pin another revision"
+        )
+    turns = record[columns["turns"]] if "turns" in columns else [record[columns["turn"]]]
+    identity = record[columns["id"]] if "id" in columns else index
+    meta = {ours: record[theirs] for ours, theirs in columns.items() if ours not in ("id", "turn", "turns")}
+    category = _joined(record, entry.get("category", ()), where)
+    return PromptRow(f"{name}/{identity}", index, name, entry["domain"], tuple(turns), category, meta)
+
+
+def _fetch(load_dataset: Callable, name: str, entry: dict, *, data_files: str | None) -> Iterable[dict]:
+    revision = entry["revision"]
+    try:
+        if data_files is None:
+            return load_dataset(entry["repo"], entry.get("config"), split=entry["split"], revision=revision)
+        # the revision is part of the address here
+        kind = "csv" if data_files.endswith(".csv") else "json"
+        return load_dataset(kind, data_files=data_files.format(revision=revision), split=entry.get("split", "train"))
+    except Exception as error:  # whatever the client raises; there is no other place to take the set from
+        raise ValueError(
+            f"dataset: {name} at revision {revision} could not be loaded ({type(error).__name__}: {error}); "
+            "check the connection to the hub, or use local files with data=DIR"
+        ) from error
+
+
+def _prompt_set(
+    name: str, source: str, entry: dict, rows: list[PromptRow], sha256: str, revision: str | None = None
+) -> PromptSet:
+    expected = entry.get("rows")
+    if expected is not None and len(rows) != expected:
+        raise ValueError(
+            f"rows: {name} has {len(rows)} rows, its pin says {expected}; restore the set, or correct "
+            f"{source}.{name}.rows in workflows/config/datasets.yaml"
+        )
+    stratify = bool(entry.get("stratify", False))
+    return PromptSet(name, source, rows, sha256, revision, entry.get("cap"), stratify)
+
+
+def _joined(record: dict, keys: Sequence[str], where: str) -> str:
+    lacking = [key for key in keys if key not in record]
+    if lacking:
+        raise ValueError(f"{where}: lacks {', '.join(lacking)}, which make its category; fix the row or the pins")
+    return "/".join(str(record[key]) for key in keys)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
