@@ -5,7 +5,7 @@ the same target, rules, noise and counters.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -139,8 +139,8 @@ class _Request:
     def _completes_stop(self) -> bool:
         return bool(self.config.stop) and any(word in self.detokenise(self.output) for word in self.config.stop)
 
-    def record(self, tree: "_HostTree", row: int, result: "_HostResult", stage_us: dict | None, traced: bool) -> None:
-        """Emit what a step accepted and append its trace."""
+    def record(self, tree: "_HostTree", row: int, result: "_HostResult", traced: bool) -> None:
+        """Emit what a step accepted and append its trace, still without times."""
         accepted, path = result.accepted[row], result.path[row][: result.accepted[row] + 1]
         context = len(self.prompt.tokens) + len(self.output)
         kept = self.emit([tree.tokens[row][node] for node in path[1:]] + [result.bonus[row]])
@@ -154,7 +154,6 @@ class _Request:
             accepted_untrimmed=accepted,
             committed=kept,
             expected_accepted=result.expected_accepted[row],
-            stage_us=stage_us,
         )
         self.steps.append(step)
         if traced:
@@ -181,12 +180,12 @@ class _HostResult:
 
 
 def _to_host(kind, source):
-    # the step's device-to-host copy
+    # the step's device-to-host copies
     return kind(**{name: getattr(source, name).tolist() for name in kind.__dataclass_fields__})
 
 
 class _Batch:
-    """R requests decoded together; a finished one keeps its row but commits and emits nothing more."""
+    """R requests decoded together; a finished one keeps its row but emits and commits nothing more."""
 
     def __init__(self, prompts, models: Models, config: DecodeConfig, clock: Clock, detokenise, traced: bool):
         self.models, self.config, self.clock, self.traced = models, config, clock, traced
@@ -226,9 +225,8 @@ class _Batch:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         longest = int(lengths.max())
         tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device)
-        # a last step may commit drafts past the cap; they are trimmed from the output, not from the cache
-        draft_rows = self.models.drafter.draft_rows if self.models.drafter is not None else 0
-        max_tokens = longest + config.max_new_tokens + draft_rows + 1
+        # a request's last step is not committed, so drafts past the cap need no room
+        max_tokens = longest + config.max_new_tokens
         self.cache = target.new_cache(len(prompts), max_tokens)
         output = target.prefill(tokens, lengths, self.cache)
         roots = next_tokens(
@@ -240,7 +238,7 @@ class _Batch:
 
     def _step(self, context: Context, proposer: Proposer) -> None:
         clock, config = self.clock, self.config
-        active = torch.tensor([request.finish_reason is None for request in self.requests], device=self.device)
+        running = [request for request in self.requests if request.finish_reason is None]
         clock.start_step()
         tree = proposer.propose(context, clock)
         with clock.stage("verify"):
@@ -255,16 +253,18 @@ class _Batch:
                 indices=self.indices,
                 root_positions=self.cache.lengths,
             )
-            result.path.masked_fill_(~active[:, None], -1)
-            host = _to_host(_HostResult, result)
-        with clock.stage("commit"):
-            self.cache.commit(output.scratch, result.path)
-        context.advance(output, result)
-        host_tree = _to_host(_HostTree, tree)
-        stage_us = clock.end_step()
+            host, host_tree = _to_host(_HostResult, result), _to_host(_HostTree, tree)
         for row, request in enumerate(self.requests):
             if request.finish_reason is None:
-                request.record(host_tree, row, host, stage_us if len(self.requests) == 1 else None, self.traced)
+                request.record(host_tree, row, host, self.traced)
+        with clock.stage("commit"):
+            going = torch.tensor([request.finish_reason is None for request in self.requests], device=self.device)
+            result = replace(result, path=result.path.masked_fill(~going[:, None], -1))
+            self.cache.commit(output.scratch, result.path)
+        context.advance(output, result)
+        stage_us = clock.end_step()
+        if len(self.requests) == 1:
+            running[0].steps[-1].stage_us = stage_us
 
 
 def visible_text(text: str, stop: tuple[str, ...]) -> str:
