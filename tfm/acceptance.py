@@ -1,0 +1,143 @@
+"""Which drafted nodes survive: the rules greedy, target_only, traversal and legacy_traversal.
+
+`greedy` and `target_only` draw the target's token at every node and walk from the root while the drawn token is a
+child: exact for any tree that is a function of the context. `traversal` is exact too (tfm/traversal.py);
+`legacy_traversal` is lossy and exists to be audited. At temperature 0 all of them are the greedy walk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tfm.config import GREEDY_BELOW, RULES
+from tfm.sampling import next_tokens, uniform
+from tfm.traversal import HashChance, bonus_weights, legacy_traverse, traverse
+from tfm.tree import DraftTree
+
+_TRAVERSAL_STREAM = 1
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What one verify pass decided for R requests."""
+
+    path: Tensor  # [R, P] int64 accepted nodes, path[:, 0] == 0, padded with -1; P = deepest node + 1
+    accepted: Tensor  # [R] int64, drafted nodes on the path (the root is not one)
+    bonus: Tensor  # [R] int64, the target's token after the path
+    expected_accepted: Tensor  # [R] float64, sum of the target's path probability over drafted nodes: lossless bound
+
+
+def accept(
+    tree: DraftTree,
+    logits: Tensor,  # [R, N, vocab], the target's row at every node
+    *,
+    rule: str,
+    temperature: float,
+    seed: int,
+    indices: Tensor,  # [R] int64, the request's index in its dataset
+    root_positions: Tensor,  # [R] int64, absolute position of the root
+) -> VerifyResult:
+    """Return the accepted path, the bonus token and the lossless bound of each request.
+
+    The token after node n has absolute position root_positions + depth[n] + 1. Raises ValueError on an unknown rule
+    and on `greedy` above temperature 0. Costs one device-to-host copy (the depth of the trees).
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule: {rule!r} is not allowed (allowed: {', '.join(RULES)}); choose one of them")
+    is_greedy = temperature < GREEDY_BELOW
+    if rule == "greedy" and not is_greedy:
+        raise ValueError(f"rule: 'greedy' is not allowed at temperature {temperature} (allowed: 0); use target_only")
+    deepest = int(tree.depths.max())
+    if is_greedy or rule == "target_only":
+        positions = root_positions[:, None] + tree.depths + 1
+        drawn = next_tokens(logits, positions, indices, seed=seed, temperature=temperature, span=deepest + 1)
+        path, accepted, bonus = walk(tree, drawn, deepest)
+        if is_greedy:
+            return VerifyResult(path, accepted, bonus, accepted.double())
+        return VerifyResult(path, accepted, bonus, expected_accepted(tree, logits, temperature, deepest))
+    draws = uniform(seed, indices, root_positions + 1, _TRAVERSAL_STREAM, 2 * tree.tokens.shape[1])
+    chances = [HashChance(row) for row in draws.tolist()]
+    return accept_by_traversal(tree, logits, chances, rule=rule, temperature=temperature)
+
+
+def walk(tree: DraftTree, drawn: Tensor, deepest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Follow the tokens `drawn` [R, N] from each root; return path [R, deepest + 1], accepted [R] and bonus [R]."""
+    nodes = torch.arange(tree.tokens.shape[1], device=drawn.device)
+    parents = tree.parents.clamp(min=0)
+    is_hit = (drawn.gather(1, parents) == tree.tokens) & (tree.parents >= 0)
+    is_hit[:, 0] = True
+    on_path = _over_ancestors(is_hit, parents, deepest, torch.logical_and)
+    accepted = on_path.sum(1) - 1
+    # siblings carry distinct tokens, so a depth holds at most one node of the path; the last column is a bin
+    slots = torch.where(on_path, tree.depths, deepest + 1)
+    path = torch.full_like(drawn[:, :1], -1).repeat(1, deepest + 2)
+    path.scatter_(1, slots, nodes.expand_as(slots))
+    leaf = path.gather(1, accepted[:, None])
+    return path[:, :-1], accepted, drawn.gather(1, leaf)[:, 0]
+
+
+def expected_accepted(tree: DraftTree, logits: Tensor, temperature: float, deepest: int) -> Tensor:
+    """Return sum over drafted nodes of P_target(path) [R] float64: what every lossless rule accepts on average."""
+    log_probs = edge_log_probs(tree, logits, temperature)
+    paths = _over_ancestors(log_probs.double(), tree.parents.clamp(min=0), deepest, torch.add)
+    return torch.where(tree.parents >= 0, paths.exp(), 0.0).sum(1)
+
+
+def edge_log_probs(tree: DraftTree, logits: Tensor, temperature: float) -> Tensor:
+    """Return log P_target(node's token | its parent) [R, N], 0 at roots and padding; float64 if `logits` are."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    requests, width, vocab = scores.shape
+    parents = tree.parents.clamp(min=0)
+    picked = scores.view(requests, width * vocab).gather(1, parents * vocab + tree.tokens)
+    return torch.where(tree.parents >= 0, picked - scores.logsumexp(-1).gather(1, parents), 0.0)
+
+
+def undrafted_mass(tree: DraftTree, logits: Tensor, temperature: float) -> Tensor:
+    """Return P_target(no child of the node) [R, N]: summed, not 1 - children, so nothing left gives exactly 0."""
+    scores = logits / temperature
+    requests, width, vocab = scores.shape
+    # roots and padding have no parent: they drop into one extra cell
+    cells = torch.where(tree.parents >= 0, tree.parents * vocab + tree.tokens, width * vocab)
+    others = torch.nn.functional.pad(scores.view(requests, -1), (0, 1)).scatter_(1, cells, -torch.inf)
+    others = others[:, :-1].view(requests, width, vocab)
+    return (others.logsumexp(-1) - scores.logsumexp(-1)).exp()
+
+
+def accept_by_traversal(
+    tree: DraftTree, logits: Tensor, chances: list, *, rule: str, temperature: float
+) -> VerifyResult:
+    """Apply `traversal` or `legacy_traversal` in float64, request by request, drawing from `chances` (one each)."""
+    run = {"traversal": traverse, "legacy_traversal": legacy_traverse}[rule]
+    deepest = int(tree.depths.max())
+    logits = logits.double()
+    target = edge_log_probs(tree, logits, temperature).exp().tolist()
+    rest = undrafted_mass(tree, logits, temperature).tolist()
+    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+    draft = tree.log_probs.double().tolist()
+    paths, bonus = [], []
+    for request, (chance, count) in enumerate(zip(chances, counts, strict=True)):
+        path, leaf = run(parents[request][:count], target[request], rest[request], draft[request], chance)
+        row = (logits[request, path[-1]] / temperature).softmax(-1).cpu()
+        bonus.append(chance.choose(bonus_weights(row, leaf, tokens[request])))
+        paths.append(path + [-1] * (deepest + 1 - len(path)))
+    path = torch.tensor(paths, device=logits.device)
+    return VerifyResult(
+        path=path,
+        accepted=(path >= 0).sum(1) - 1,
+        bonus=torch.tensor(bonus, device=logits.device),
+        expected_accepted=expected_accepted(tree, logits, temperature, deepest),
+    )
+
+
+def _over_ancestors(values: Tensor, parents: Tensor, deepest: int, combine) -> Tensor:
+    """Combine each node's value with those of all its ancestors, by doubling jumps: log2(depth) passes over [R, N].
+
+    The root is its own parent here, so its value must be neutral for `combine`.
+    """
+    jumps, reach = parents, 1
+    while reach <= deepest:
+        values = combine(values, values.gather(1, jumps))
+        jumps = jumps.gather(1, jumps)
+        reach *= 2
+    return values
