@@ -17,7 +17,7 @@ from tfm.train.tokenizer import TextTokenizer
 
 SUBSAMPLE_SEED = 20260617
 PROTOCOLS = ("paper", "dflash")
-MATH_SETS = ("gsm8k", "math500", "aime25", "sample-math")
+MATH_SETS = ("gsm8k", "math500", "aime25")
 CODE_STUB_SETS = ("humaneval",)
 
 # {turn} the first user turn, {tests} meta.test_list a line each, {starter} meta.starter_code or a comment
@@ -225,13 +225,14 @@ def read_prepared(path: Path | str) -> list[PreparedPrompt]:
     path = Path(path)
     prompts = []
     remedy = f"remove it and run Snakemake again, which rebuilds it, or `--force {path}`"
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
+    text = path.read_text(encoding="utf-8")
+    if not text.endswith("\n"):
+        raise ValueError(f"{path}: {'cut off in its last line' if text else 'is empty'}; {remedy}")
+    for number, line in enumerate(text[:-1].split("\n"), start=1):
         try:
             prompts.append(PreparedPrompt(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{path} line {number}: not a prepared prompt ({error}); {remedy}") from error
-    if not prompts:
-        raise ValueError(f"{path}: holds no prompt; {remedy}")
     return prompts
 
 

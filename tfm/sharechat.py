@@ -14,32 +14,17 @@ from itertools import groupby
 from tfm.prompts import SUBSAMPLE_SEED, PromptRow
 
 PLATFORMS = ("chatgpt", "claude", "gemini", "grok", "perplexity")
-TOPICS = [
-    "specific_info",
-    "other",
-    "computer_programming",
-    "mathematical_calculation",
-    "tutoring_or_teaching",
-    "write_fiction",
-    "argument_or_summary_generation",
-    "unclear",
-    "create_an_image",
-    "relationships_and_personal_reflection",
-    "edit_or_critique_provided_text",
-    "greetings_and_chitchat",
-    "health_fitness_beauty_or_self_care",
-    "data_analysis",
-    "how_to_advice",
-    "analyze_an_image",
-    "purchasable_products",
-    "translation",
-    "personal_writing_or_communication",
-    "cooking_and_recipes",
-    "asking_about_the_model",
-    "creative_ideation",
-    "games_and_role_play",
-    "generate_or_retrieve_other_media",
-]
+# the order matters: earlier topics take the remainders and pick first
+# fmt: off
+TOPICS = (
+    "specific_info", "other", "computer_programming", "mathematical_calculation", "tutoring_or_teaching",
+    "write_fiction", "argument_or_summary_generation", "unclear", "create_an_image",
+    "relationships_and_personal_reflection", "edit_or_critique_provided_text", "greetings_and_chitchat",
+    "health_fitness_beauty_or_self_care", "data_analysis", "how_to_advice", "analyze_an_image",
+    "purchasable_products", "translation", "personal_writing_or_communication", "cooking_and_recipes",
+    "asking_about_the_model", "creative_ideation", "games_and_role_play", "generate_or_retrieve_other_media",
+)
+# fmt: on
 ENGLISH = "english"
 LANGUAGES = {"japanese": 50, "spanish": 50, "russian": 50, "chinese": 50, "french": 50}
 CODES = {"en": ENGLISH, "ja": "japanese", "es": "spanish", "ru": "russian", "zh": "chinese", "fr": "french"}

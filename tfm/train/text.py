@@ -130,7 +130,15 @@ def answer_opening(*, reasoning: bool) -> list[str]:
 
 def encode_prompt(tokenizer: TextTokenizer, turn: str, *, reasoning: bool) -> list[int]:
     """Return the ids of one user turn up to where the answer starts. No system prompt; `turn` is plain text."""
-    parts = [TURN_START, "user\n" + turn, TURN_END, "\n", TURN_START, "assistant\n", *answer_opening(reasoning=reasoning)]
+    parts = [
+        TURN_START,
+        "user\n" + turn,
+        TURN_END,
+        "\n",
+        TURN_START,
+        "assistant\n",
+        *answer_opening(reasoning=reasoning),
+    ]
     return tokenizer.encode_parts([_as_tag(tokenizer, part) for part in parts])
 
 

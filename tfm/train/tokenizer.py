@@ -140,7 +140,9 @@ def load_tokenizer(directory: Path | str) -> TextTokenizer:
     try:
         return TextTokenizer(path.read_text(encoding="utf-8"))
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise ValueError(f"tokenizer: {str(path)!r} is not a tokenizer.json ({error}); restore or retrain it") from error
+        raise ValueError(
+            f"tokenizer: {str(path)!r} is not a tokenizer.json ({error}); restore or retrain it"
+        ) from error
 
 
 def check_same_vocabulary(name: str, first: TextTokenizer, other_name: str, other: TextTokenizer) -> None:
