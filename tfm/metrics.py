@@ -41,6 +41,7 @@ def per_request(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     table = requests.merge(means, left_on=["cell", "request"], right_index=True, how="left")
     count = table["steps"].where(table["steps"] > 0)
     table["tau"] = (table["new_tokens"] / count).where(table["method"] != "ar", count / count)
+    table["counted_steps"] = count.where(table["method"] != "ar", table["new_tokens"].where(count.notna()))
     table["tau_exact"] = (table["new_tokens"] - 1) / count
     table["seconds"] = table["wall_us"] / 1e6
     table["decode_seconds"] = table["decode_us"] / 1e6
@@ -55,7 +56,7 @@ METRICS = {
     "accepted": ("accepted", None),
     "accepted_untrimmed": ("accepted_untrimmed", None),
     "expected_accepted": ("expected_accepted", None),
-    "tau_pooled": ("new_tokens", "steps"),
+    "tau_pooled": ("new_tokens", "counted_steps"),
     "tok_s": ("new_tokens", "seconds"),
     "decode_tok_s": ("decoded_tokens", "decode_seconds"),
 }
@@ -140,6 +141,13 @@ def stage_times(requests: pd.DataFrame, steps: pd.DataFrame) -> dict[str, float]
     totals["other"] = decode - sum(totals[name] for name in STAGES if name != "other")
     times = {name: total / count for name, total in totals.items()}
     return {**times, "decode": decode / count, "prefill": float(requests["prefill_us"].mean())}
+
+
+def decode_us_per_step(requests: pd.DataFrame) -> float:
+    """Return the decode wall a step of timed requests; NaN without steps or without a clock."""
+    timed = requests[requests["decode_us"].notna()]
+    steps = timed["steps"].sum()
+    return float(timed["decode_us"].sum() / steps) if steps else float("nan")
 
 
 def stage_shares(times: dict[str, float]) -> dict[str, float]:

@@ -1,0 +1,32 @@
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+# a suite stands alone: --configfile replaces nano instead of being merged over it
+if "suite" not in config:
+
+    configfile: "workflows/config/nano.yaml"
+
+
+include: "workflows/rules/common.smk"
+
+
+pathvars:
+    results=f"results/{config['suite']}",
+    cell="{engine}/{target}/{dataset}/{variant}/{setting}/seed{seed}",
+
+
+include: "workflows/rules/cells.smk"
+include: "workflows/rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        collect("<results>/tables/{table}.csv", table=config["tables"]),
+        collect("<results>/figures/{figure}.pdf", figure=config["figures"]),
+        "<results>/compare.csv",
+        "<results>/summary.json",
+        "<results>/manifest.json",
+        "<results>/report.html",

@@ -1,0 +1,386 @@
+"""A suite's config, checked and expanded into cells. The Snakefile and the `tfm` command both start here."""
+
+import difflib
+import functools
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import jsonschema
+import yaml
+
+from tfm.config import METHOD_PARTS, RULES, DecodeConfig
+from tfm.manifest import sha256_weights
+from tfm.pins import load_pins
+
+WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
+SCHEMA_FILE = WORKFLOWS / "schemas/config.schema.yaml"
+PINS_FILE = WORKFLOWS / "config/datasets.yaml"
+# which knobs a variant's name spells out, in this order; those in BARE are left out at their default
+LETTERS = {"budget": "b", "width": "w", "candidates": "k", "children": "c", "depth": "d"}
+KNOBS = {
+    "ar": (),
+    "dflash": ("depth",),
+    "ddtree": ("budget", "depth"),
+    "tfm": ("budget", "width", "candidates", "children", "depth"),
+}
+BARE = ("candidates", "children", "depth")
+SWEEPS = {
+    "budgets": ("budget", ("ddtree", "tfm")),
+    "widths": ("width", ("tfm",)),
+    "candidate_counts": ("candidates", ("tfm",)),
+    "depths": ("depth", ("dflash", "ddtree", "tfm")),
+}
+DEFAULT_RULE = "target_only"
+STAGED = "stages"
+NUMBER = "[1-9][0-9]*"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with all its parameters; `name` spells it and `parse_variant` reads it back."""
+
+    method: str
+    budget: int | None = None
+    width: int | None = None
+    candidates: int | None = None
+    children: int | None = None
+    depth: int | None = None
+    rule: str = DEFAULT_RULE
+    staged: bool = False  # stage times and trees are recorded
+
+    def name(self, config: dict) -> str:
+        """Return the one name of this variant under a config's defaults."""
+        parts = [self.method]
+        for knob in KNOBS[self.method]:
+            value = getattr(self, knob)
+            if knob not in BARE or value != config[knob]:
+                parts.append(f"{LETTERS[knob]}{value}")
+        parts += [] if self.rule == DEFAULT_RULE else [self.rule]
+        return "-".join([*parts, STAGED] if self.staged else parts)
+
+
+def resolve(raw: dict) -> dict:
+    """Return the checked config of a suite with command-line strings typed and the section `real` applied.
+
+    Raises ValueError listing every problem with its key, value, allowed values and remedy.
+    """
+    schema = yaml.safe_load(SCHEMA_FILE.read_text())
+    config = _typed({"widths": [], "candidate_counts": [], "depths": [], "open": [], **raw}, schema)
+    _raise_if(_schema_problems(config, schema))
+    if config.get("data"):
+        given = {key: value for key, value in config.items() if key != "real"}
+        config = _typed({**given, **config.get("real", {})}, schema)
+        _raise_if(_schema_problems(config, schema))
+    config = {"data": None, "width": None, "depth": None, "title": config["suite"], **config}
+    config.pop("real", None)
+    _raise_if(_meaning_problems(config))
+    first = {"dataset": config["datasets"][0], "temperature": max(config["temperatures"])}
+    config["side"] = {key: first[key] if value is None else value for key, value in config["side"].items()}
+    return config
+
+
+def expand(config: dict) -> list[dict]:
+    """Return the resolved cells of a suite in run order, each with its `path` and `part` of the suite.
+
+    Raises ValueError for a combination that DecodeConfig refuses or that the drafter cannot serve.
+    """
+    cells, seen = [], set()
+    digests = weight_digests(config)
+    for part, dataset, variant, setting, seed in _grid(config):
+        fields = {"dataset": dataset, "variant": variant.name(config), "setting": setting, "seed": seed}
+        path = cell_path(config, **fields)
+        if path not in seen:
+            seen.add(path)
+            cells.append({**resolve_cell(config, **fields, digests=digests), "path": path, "part": part})
+    return cells
+
+
+def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed, digests: dict | None = None) -> dict:
+    """Return one cell with everything that decides its records; raises ValueError for names that are not allowed."""
+    _one_of("dataset", dataset, config["datasets"])
+    parsed, (temperature, reasoning), seed = parse_variant(variant, config), parse_setting(setting), int(seed)
+    timed = parsed.staged or (parsed in headline(config) and seed == config["seeds"][0])
+    knobs = {key: value for key, value in asdict(parsed).items() if key != "staged" and value is not None}
+    decode = DecodeConfig(
+        temperature=temperature,
+        seed=seed,
+        max_new_tokens=config["max_new_tokens"],
+        requests=1 if timed else config["requests"],
+        **knobs,
+    ).check(draft_rows(config))
+    digests = weight_digests(config) if digests is None else digests
+    parts = ("target", *METHOD_PARTS[parsed.method])
+    return {
+        "suite": config["suite"],
+        "engine": config["engine"],
+        "target": config["family"],
+        "dataset": dataset,
+        "domain": pins()[config["source"]][dataset]["domain"],
+        "variant": variant,
+        "setting": setting,
+        "seed": seed,
+        "decode": asdict(decode),
+        "clock": "stages" if parsed.staged else "wall" if timed else "off",
+        "traced": parsed.staged,
+        "threads": "cores" if timed else 1,
+        "device": config["device"],
+        "dtype": config["dtype"],
+        "reasoning": reasoning,
+        "template": config["protocol"],
+        "prompts": config["prompts"],
+        "weights": {part: f"{config['weights']}/{part}" for part in parts},
+        "weights_sha256": {part: digests[part] for part in parts},
+    }
+
+
+def headline(config: dict) -> list[Variant]:
+    """Return the variants of the headline table, in the config's order. Only target_only rows can stand there."""
+    return [_variant(config, method) for method in config["methods"]]
+
+
+def cell_path(config: dict, *, dataset: str, variant: str, setting: str, seed) -> str:
+    """Return the folder of a cell, relative to the repository."""
+    head = f"results/{config['suite']}/cells/{config['engine']}/{config['family']}"
+    return f"{head}/{dataset}/{variant}/{setting}/seed{seed}"
+
+
+def setting_name(temperature: float, *, reasoning: bool = False) -> str:
+    """Return t0, t1, t0.6, ... with -think when reasoning is on."""
+    return f"t{temperature:g}" + ("-think" if reasoning else "")
+
+
+def parse_setting(name: str) -> tuple[float, bool]:
+    """Return (temperature, reasoning) of a setting's name."""
+    match = re.fullmatch(r"t(\d+(?:\.\d+)?)(-think)?", name)
+    if not match:
+        raise ValueError(f"setting: {name!r} is not allowed (allowed: t0, t1, t0.6, ..., each also with -think)")
+    number = float(match[1])
+    return (int(number) if number == int(number) else number), match[2] is not None
+
+
+def parse_variant(name: str, config: dict) -> Variant:
+    """Return the variant that `name` spells; raises ValueError for an unknown method or another name's spelling."""
+    method, *parts = name.split("-")
+    _one_of("method", method, sorted(KNOBS))
+    match = re.fullmatch(variant_pattern(method, groups=True), name)
+    if not match:
+        example = "-".join([method, *(f"{LETTERS[knob]}N" for knob in KNOBS[method] if knob not in BARE)])
+        raise ValueError(
+            f"variant: {name!r} is not allowed (allowed: {example}, then any of "
+            f"{', '.join(f'-{LETTERS[knob]}N' for knob in KNOBS[method] if knob in BARE) or 'nothing'}, "
+            f"a rule of {', '.join(RULES)}, and -{STAGED}; N is at least 1); write the name in that order"
+        )
+    found = match.groupdict()
+    knobs = {knob: int(found[knob]) if found.get(knob) else config[knob] for knob in KNOBS[method]}
+    variant = Variant(method, **knobs, rule=found["rule"] or DEFAULT_RULE, staged=found["staged"] is not None)
+    if variant.name(config) != name:
+        raise ValueError(
+            f"variant: {name!r} spells out a default; write {variant.name(config)!r}, the name of that cell"
+        )
+    return variant
+
+
+def variant_pattern(method: str, *, groups: bool = False) -> str:
+    """Return the regular expression of a method's variant names; `groups` names its parts."""
+    pattern = method
+    for knob in KNOBS[method]:
+        number = f"(?P<{knob}>{NUMBER})" if groups else NUMBER
+        pattern += f"(?:-{LETTERS[knob]}{number})?" if knob in BARE else f"-{LETTERS[knob]}{number}"
+    rules = "|".join(rule for rule in RULES if rule != DEFAULT_RULE)
+    rule, staged = (f"(?P<rule>{rules})", f"(?P<staged>{STAGED})") if groups else (f"(?:{rules})", STAGED)
+    return f"{pattern}(?:-{rule})?(?:-{staged})?"
+
+
+@functools.cache
+def pins() -> dict:
+    """Return the pins of all prompt sets, by source and name."""
+    return load_pins(PINS_FILE)
+
+
+def draft_rows(config: dict) -> int | None:
+    """Return how many positions the drafter drafts, None when its config.json is not here."""
+    path = Path(config["weights"]) / "drafter/config.json"
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text())
+    block_size = fields.get("dflash_config", {}).get("block_size") or fields.get("block_size")
+    return block_size - 1 if block_size else None
+
+
+def weight_digests(config: dict) -> dict[str, str | None]:
+    """Return the digest of each part's checkpoint folder; None for one that is not here."""
+    return {part: sha256_weights(Path(config["weights"]) / part) for part in ("target", "drafter", "weaver")}
+
+
+def _grid(config: dict):
+    """Yield (part, dataset, variant, setting, seed): headline, then sweeps, stages and audit on the side set."""
+    for dataset in config["datasets"]:
+        for temperature in config["temperatures"]:
+            for reasoning in config["reasoning"]:
+                setting = setting_name(temperature, reasoning=reasoning)
+                # greedy decoding draws nothing, so one seed says all
+                for seed in config["seeds"][:1] if temperature == 0 else config["seeds"]:
+                    for variant in headline(config):
+                        yield "headline", dataset, variant, setting, seed
+    side = setting_name(config["side"]["temperature"], reasoning=config["reasoning"][0])
+    where = (config["side"]["dataset"], side, config["seeds"][0])
+    for part, variant in _side_variants(config):
+        yield part, where[0], variant, where[1], where[2]
+
+
+def _side_variants(config: dict):
+    for key, (knob, methods) in SWEEPS.items():
+        for value in config[key]:
+            for method in (method for method in methods if method in config["methods"]):
+                yield key, _variant(config, method, **{knob: value})
+    if config["stages"]:
+        yield from (("stages", replace(variant, staged=True)) for variant in headline(config))
+    if "tfm" in config["methods"]:
+        yield from (("audit", replace(_variant(config, "tfm"), rule=rule)) for rule in config["audit"])
+
+
+def _variant(config: dict, method: str, **overrides) -> Variant:
+    knobs = {knob: config[knob] for knob in KNOBS[method]} | overrides
+    if "width" in knobs and ("budget" in overrides or knobs["width"] is None):
+        knobs["width"] = math.ceil(knobs["budget"] / 16)
+    return Variant(method, **knobs)
+
+
+def _meaning_problems(config: dict) -> list[str]:
+    problems = []
+    for value in config["temperatures"]:
+        if not math.isfinite(value):
+            problems.append(f"temperatures: {value!r} is not allowed (allowed: finite numbers >= 0); use 0 for greedy")
+    for key, inside in (("dataset", "datasets"), ("temperature", "temperatures")):
+        value = config["side"][key]
+        if value is not None and value not in config[inside]:
+            problems.append(
+                _refusal(f"side.{key}", value, config[inside], f"choose one of the suite's {inside}, or null")
+            )
+    problems += _dataset_problems(config)
+    rows = draft_rows(config)
+    for key, values in (("depth", [config["depth"]]), ("depths", config["depths"])):
+        for value in values:
+            if rows is not None and value is not None and value > rows:
+                problems.append(
+                    f"{key}: {value} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower {key}"
+                )
+    return problems
+
+
+def _dataset_problems(config: dict) -> list[str]:
+    known, source = pins(), config["source"]
+    problems = []
+    for name in (name for name in config["datasets"] if name not in known[source]):
+        elsewhere = " or ".join(f"source {other}" for other in ("embedded", "local", "hub") if name in known[other])
+        remedy = (
+            f"it is offered by {elsewhere}; real sets need data=DIR" if elsewhere else "choose one of the allowed names"
+        )
+        problems.append(_refusal("datasets", name, list(known[source]), remedy))
+    if source == "local" and config["data"] is None:
+        problems.append("data: null is not allowed with source local; give the folder of the sets, --config data=DIR")
+    elif config["data"] is not None and not Path(config["data"]).is_dir():
+        problems.append(f"data: {config['data']!r} is not a folder; give the folder that holds the sets' .jsonl files")
+    return problems
+
+
+def _refusal(key: str, value, allowed, remedy: str) -> str:
+    names = ", ".join(map(str, allowed))
+    return f"{key}: {_shown(value)} is not allowed (allowed: {names}); {_did_you_mean(value, allowed)}{remedy}"
+
+
+def _schema_problems(config: dict, schema: dict) -> list[str]:
+    validator = jsonschema.Draft202012Validator(schema)
+    problems: list[str] = []
+    for error in sorted(validator.iter_errors(config), key=lambda error: [str(part) for part in error.path]):
+        problems += _explain(error)
+    return problems
+
+
+def _explain(error: jsonschema.ValidationError) -> list[str]:
+    """Return our words for one schema error: key, value, allowed values, remedy."""
+    # items of a list are described by the list
+    path = [part for part in error.absolute_path if isinstance(part, str)]
+    key, here = ".".join(path), error.schema
+    if error.validator == "additionalProperties":
+        known = sorted(here["properties"])
+        prefix = f"{key}." if key else ""
+        return [
+            f"{prefix}{name}: unknown key; {_did_you_mean(name, known)}allowed keys: {', '.join(known)}"
+            for name in sorted(set(error.instance) - set(known))
+        ]
+    if error.validator == "required":
+        missing = [name for name in error.validator_value if name not in error.instance]
+        return [
+            f"{'.'.join([*path, name])}: missing key; add it ({here['properties'][name].get('description', '')})"
+            for name in missing
+        ][:1]
+    allowed = ", ".join(map(str, error.validator_value)) if error.validator == "enum" else _allowed(here)
+    hint = _did_you_mean(error.instance, error.validator_value) if error.validator == "enum" else ""
+    meaning = _description(path)
+    return [f"{key}: {_shown(error.instance)} is not allowed (allowed: {allowed}); {hint}{key} is {meaning}"]
+
+
+def _description(path: list[str]) -> str:
+    node = yaml.safe_load(SCHEMA_FILE.read_text())
+    for part in path:
+        node = node.get("properties", {}).get(part, {})
+    return node.get("description", "described in workflows/schemas/config.schema.yaml")
+
+
+def _allowed(schema: dict) -> str:
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    kinds = schema.get("type", "a value")
+    text = " or ".join(kinds) if isinstance(kinds, list) else f"{'an' if kinds[0] in 'aeio' else 'a'} {kinds}"
+    text += f" >= {schema['minimum']}" if "minimum" in schema else ""
+    text += f" matching {schema['pattern']}" if "pattern" in schema else ""
+    text += " with at least one entry" if schema.get("minItems") or schema.get("minLength") else ""
+    return text + (", each once" if schema.get("uniqueItems") else "")
+
+
+def _shown(value) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _did_you_mean(value, allowed) -> str:
+    close = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1, cutoff=0.5)
+    return f"did you mean {close[0]}? " if close else ""
+
+
+def _one_of(key: str, value: str, allowed) -> None:
+    if value not in allowed:
+        raise ValueError(_refusal(key, value, allowed, f"choose one of the allowed values for {key}"))
+
+
+def _typed(config: dict, schema: dict) -> dict:
+    """Return the config with command-line strings and single values turned into what the schema asks for."""
+    return {key: _as_type(value, schema["properties"].get(key, {})) for key, value in config.items()}
+
+
+def _as_type(value, schema: dict):
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if "array" in kinds and value is not None and not isinstance(value, list | dict):
+        parts = value.split(",") if isinstance(value, str) else [value]
+        value = [part.strip() if isinstance(part, str) else part for part in parts]
+    if isinstance(value, list):
+        return [_as_type(item, schema.get("items", {})) for item in value]
+    if isinstance(value, str) and {"integer", "number", "boolean"} & set(kinds):
+        if value.lower() in ("nan", "inf", "-inf"):
+            return float(value)
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+        return parsed if isinstance(parsed, int | float) else value
+    return value
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(f"the config has {len(problems)} problem{'s' * (len(problems) > 1)}; nothing was run\n{lines}")

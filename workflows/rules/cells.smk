@@ -1,0 +1,67 @@
+# From prompt sets to the records of every cell.
+
+
+rule prepare_prompts:
+    input:
+        source=dataset_file,
+        pins=ancient("workflows/config/datasets.yaml"),
+        tokenizer=ancient(f"{config['weights']}/target/tokenizer.json"),
+    output:
+        prompts="<results>/prompts/{target}/{dataset}{think}.jsonl",
+        manifest="<results>/prompts/{target}/{dataset}{think}.manifest.json",
+    log:
+        "<results>/prompts/{target}/{dataset}{think}.log",
+    params:
+        source=config["source"],
+        data=f"--data {shlex.quote(config['data'])}" if config["data"] else "",
+        tokenizer=f"{config['weights']}/target",
+        tokenizer_sha256=DIGESTS["target"],
+        limit=config["prompts"],
+        tokens=config["max_new_tokens"],
+        context=config["context"],
+        protocol=config["protocol"],
+        think=think_flag,
+    shell:
+        "{PYTHON} {SCRIPTS}/prepare_prompts.py --dataset {wildcards.dataset} --source {params.source} {params.data}"
+        " --pins {input.pins} --tokenizer {params.tokenizer} --target {wildcards.target} --limit {params.limit}"
+        " --max-new-tokens {params.tokens} --context {params.context} --protocol {params.protocol} {params.think}"
+        " --out {output.prompts} --manifest {output.manifest} > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"
+
+
+rule decode_cell:
+    input:
+        prompts=cell_prompts,
+        weights=ancient(cell_weights),
+    output:
+        requests=ensure("<results>/cells/<cell>/requests.parquet", non_empty=True),
+        steps=ensure("<results>/cells/<cell>/steps.parquet", non_empty=True),
+        trees=ensure("<results>/cells/<cell>/trees.parquet", non_empty=True),
+        manifest=ensure("<results>/cells/<cell>/cell.json", non_empty=True),
+    log:
+        "<results>/cells/<cell>/decode.log",
+    threads: cell_threads
+    resources:
+        gpu=1,
+    params:
+        cell=cell_json,
+        source=cell_source,
+    shell:
+        "{PYTHON} {SCRIPTS}/decode_cell.py --cell {params.cell:q} --prompts {input.prompts}"
+        " --out $(dirname {output.manifest}) --threads {threads} --log {log} >> {log}"
+
+
+rule refuse_cell:
+    input:
+        refusal,
+    output:
+        "<results>/cells/{path}/requests.parquet",
+    wildcard_constraints:
+        path=".+",
+    log:
+        "<results>/cells/{path}/refused.log",
+    shell:
+        "false > {log}"
+
+
+ruleorder: decode_cell > refuse_cell

@@ -1,0 +1,130 @@
+# Everything that computes: validation, names, and the functions that rules call. Rules are data.
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from baselines import METHODS, suite
+from snakemake.exceptions import WorkflowError
+from tfm.manifest import source_digest, weight_files
+
+PYTHON = sys.executable
+
+
+def checked(function, *arguments, **named):
+    """Call one of our functions and show its refusal as a message instead of a traceback."""
+    try:
+        return function(*arguments, **named)
+    except ValueError as error:
+        raise WorkflowError(str(error)) from None
+
+
+config = checked(suite.resolve, config)
+DIGESTS = suite.weight_digests(config)
+CELLS = checked(suite.expand, config)
+SCRIPTS = "workflows/scripts"
+
+
+def alternatives(names):
+    """Return a pattern that matches any of the names; nothing else, so that a typo has no rule but `refuse_cell`."""
+    return "|".join(re.escape(str(name)) for name in names)
+
+
+wildcard_constraints:
+    engine=alternatives([config["engine"]]),
+    target=alternatives([config["family"]]),
+    dataset=alternatives(config["datasets"]),
+    variant="|".join(suite.variant_pattern(method) for method in config["methods"]),
+    setting=r"t\d+(\.\d+)?(-think)?",
+    think="(-think)?",
+    seed="0|[1-9][0-9]*",
+
+
+def cell_of(wildcards):
+    """Return the resolved cell that a path names."""
+    keys = ("dataset", "variant", "setting", "seed")
+    fields = {key: wildcards[key] for key in keys}
+    return checked(suite.resolve_cell, config, **fields, digests=DIGESTS)
+
+
+def cell_json(wildcards):
+    """Return the resolved cell as JSON: a changed value reruns exactly the cells it is in."""
+    return json.dumps(cell_of(wildcards), sort_keys=True)
+
+
+def cell_source(wildcards):
+    """Return the digest of the code that decides the cell's tokens: a change of it reruns the cells it made stale."""
+    return source_digest(METHODS[cell_of(wildcards)["decode"]["method"]])
+
+
+def cell_threads(wildcards):
+    """Return all cores for a timed cell, which then runs alone, and 1 for the others."""
+    return workflow.cores or 1 if cell_of(wildcards)["threads"] == "cores" else 1
+
+
+def cell_prompts(wildcards):
+    """Return the prompt file of a cell."""
+    think = "-think" if wildcards.setting.endswith("-think") else ""
+    return f"results/{config['suite']}/prompts/{wildcards.target}/{wildcards.dataset}{think}.jsonl"
+
+
+def cell_weights(wildcards):
+    """Return the checkpoint files of the parts that a cell's method needs."""
+    folders = cell_of(wildcards)["weights"].values()
+    return [file for folder in folders for file in weight_files(Path(folder)) or [f"{folder}/model.safetensors"]]
+
+
+def refusal(wildcards):
+    """Say why a cell's path names no cell of the suite."""
+    parts = wildcards.path.split("/")
+    shape = f"results/{config['suite']}/cells/{config['engine']}/{config['family']}/DATASET/VARIANT/SETTING/seedN"
+    if len(parts) != 6 or parts[:2] != [config["engine"], config["family"]] or not parts[5].startswith("seed"):
+        raise WorkflowError(f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}")
+    _, _, dataset, variant, setting, seed = parts
+    checked(suite.parse_variant, variant, config)
+    checked(suite.parse_setting, setting)
+    if not seed[4:].isdigit():
+        raise WorkflowError(f"seed: {seed!r} is not allowed (allowed: seed0, seed1, ...)")
+    checked(suite.resolve_cell, config, dataset=dataset, variant=variant, setting=setting, seed=seed[4:])
+    raise WorkflowError(f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}")
+
+
+def think_flag(wildcards):
+    return "--reasoning" if wildcards.think else ""
+
+
+def dataset_file(wildcards):
+    """Return the file of a local prompt set, which is an input; other sources are pinned by the commit or the hub."""
+    if config["source"] != "local":
+        return []
+    return str(Path(config["data"]) / suite.pins()["local"][wildcards.dataset]["file"])
+
+
+def all_of_cells(name):
+    """Return one file of every cell of the suite."""
+    return [f"{cell['path']}/{name}" for cell in CELLS]
+
+
+def prompt_manifests():
+    """Return the manifests of all prompt files that cells read."""
+    names = {(cell["dataset"], "-think" if cell["reasoning"] else "") for cell in CELLS}
+    head = f"results/{config['suite']}/prompts/{config['family']}"
+    return [f"{head}/{dataset}{think}.manifest.json" for dataset, think in sorted(names)]
+
+
+def config_json(wildcards):
+    """Return the checked config as JSON; the folder of real sets is machine-bound and decides nothing after prompts."""
+    return json.dumps({**config, "data": "local" if config["data"] else None}, sort_keys=True)
+
+
+def announce_progress():
+    """Tell the cells' scripts how far the suite is; they print it."""
+    done = sum(Path(file).exists() for file in all_of_cells("cell.json"))
+    facts = {"cells": f"results/{config['suite']}/cells", "total": len(CELLS), "done": done, "start": time.time()}
+    os.environ["TFM_PROGRESS"] = json.dumps(facts)
+
+
+onstart:
+    announce_progress()

@@ -1,0 +1,127 @@
+# From records to tables, figures and the report page. Nothing here needs a model or a GPU.
+
+
+localrules:
+    write_plan,
+    make_tables,
+    make_figures,
+    compare_paper,
+    write_manifest,
+    make_report,
+
+
+rule write_plan:
+    input:
+        script=f"{SCRIPTS}/write_plan.py",
+    output:
+        "<results>/plan.json",
+    log:
+        "<results>/logs/write_plan.log",
+    params:
+        config=config_json,
+        weights=json.dumps(DIGESTS, sort_keys=True),
+    shell:
+        "{PYTHON} {input.script} --config {params.config:q} --out {output} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+
+
+rule make_tables:
+    input:
+        script=f"{SCRIPTS}/make_tables.py",
+        plan="<results>/plan.json",
+        requests=all_of_cells("requests.parquet"),
+        steps=all_of_cells("steps.parquet"),
+        manifests=all_of_cells("cell.json"),
+        prompts=prompt_manifests(),
+    output:
+        tables=collect(
+            "<results>/tables/{table}.{form}",
+            table=config["tables"],
+            form=["csv", "md", "tex"],
+        ),
+        summary="<results>/summary.json",
+    log:
+        "<results>/logs/make_tables.log",
+    shell:
+        "{PYTHON} {input.script} --plan {input.plan} --out $(dirname {output.summary}) > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"
+
+
+rule make_figures:
+    input:
+        script=f"{SCRIPTS}/make_figures.py",
+        tables=collect("<results>/tables/{table}.csv", table=config["tables"]),
+    output:
+        collect(
+            "<results>/figures/{figure}.{form}",
+            figure=config["figures"],
+            form=["pdf", "svg", "png", "txt"],
+        ),
+    log:
+        "<results>/logs/make_figures.log",
+    params:
+        figures=" ".join(config["figures"]),
+    shell:
+        "{PYTHON} {input.script} --tables $(dirname {input.tables[0]}) --out $(dirname {output[0]})"
+        " --figures {params.figures} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+
+
+rule compare_paper:
+    input:
+        script=f"{SCRIPTS}/compare_paper.py",
+        expected="workflows/config/expected.yaml",
+        summary="<results>/summary.json",
+    output:
+        "<results>/compare.csv",
+    log:
+        "<results>/logs/compare_paper.log",
+    shell:
+        "{PYTHON} {input.script} --expected {input.expected} --summary {input.summary} --out {output} > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"
+
+
+rule write_manifest:
+    input:
+        script=f"{SCRIPTS}/write_manifest.py",
+        plan="<results>/plan.json",
+        cells=all_of_cells("cell.json"),
+        tables=rules.make_tables.output,
+        figures=rules.make_figures.output,
+        compare="<results>/compare.csv",
+    output:
+        "<results>/manifest.json",
+    log:
+        "<results>/logs/write_manifest.log",
+    shell:
+        "{PYTHON} {input.script} --plan {input.plan} --out {output} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+
+
+rule make_report:
+    input:
+        script=f"{SCRIPTS}/make_report.py",
+        manifest="<results>/manifest.json",
+        plan="<results>/plan.json",
+    output:
+        "<results>/report.html",
+    log:
+        "<results>/logs/make_report.log",
+    shell:
+        "{PYTHON} {input.script} --plan {input.plan} --manifest {input.manifest} --out {output} > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"
+
+
+# not part of rule all: copies the finished suite's records, tables and figures into the tracked tree
+rule publish:
+    input:
+        script=f"{SCRIPTS}/publish.py",
+        report="<results>/report.html",
+        plan="<results>/plan.json",
+        trees=all_of_cells("trees.parquet"),
+    output:
+        touch("<results>/published.done"),
+    log:
+        "<results>/logs/publish.log",
+    params:
+        name=config["suite"].removesuffix("-real"),
+    shell:
+        "{PYTHON} {input.script} --plan {input.plan} --out results/published/{params.name} > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"

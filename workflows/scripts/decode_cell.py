@@ -1,0 +1,181 @@
+"""Decode one cell: load what its method needs, decode every prompt, write its records and manifest."""
+
+import argparse
+import dataclasses
+import datetime
+import importlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from progress import Progress, suite_from
+
+from baselines import METHODS
+from tfm import checkpoints, device, manifest
+from tfm.cells import CellWriter, rerun_command
+from tfm.clock import Clock
+from tfm.config import DecodeConfig
+from tfm.decode import Models, Prompt, decode
+from tfm.prompts import read_prepared
+from tfm.train.tokenizer import load_tokenizer
+
+DESCRIPTION = """
+Reads the resolved cell (JSON), its prompt file and the weights that the cell names. Writes requests.parquet,
+steps.parquet, trees.parquet and cell.json to --out, each in one move; finished requests are kept in done.jsonl while
+the cell runs, so that a killed cell goes on where it stopped. Last line of stdout: one JSON object. Exit 2 on bad
+input, 1 on any other failure.
+"""
+WARM_UP_TOKENS = 8
+logger = logging.getLogger("decode_cell")
+
+
+def run_cell(cell: dict, *, prompts: Path, out: Path, threads: int, commit: str | None = None, suite=None) -> dict:
+    """Decode the prompts that have no record yet, then write the cell's files; return its cell.json.
+
+    Raises ValueError when the weights or prompts are not those of the cell, before any model is built.
+    """
+    start = time.time()
+    cell = {key: value for key, value in cell.items() if key not in ("path", "part")}
+    check_weights(cell)
+    rows = read_prepared(prompts)
+    source, prompts_sha256 = manifest.source_digest(METHODS[cell["decode"]["method"]]), manifest.sha256_file(prompts)
+    digest = manifest.cell_digest(cell, source=source, prompts_sha256=prompts_sha256)
+    device.make_deterministic(threads=threads if cell["threads"] == "cores" else cell["threads"])
+    with CellWriter(out, digest=digest) as writer, device.claim(device.check_device(cell["device"])) as where:
+        resumed = len(writer.done)
+        pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
+        logger.info("%s: %d prompts, %d done before", out, len(rows), resumed)
+        tokenizer = load_tokenizer(cell["weights"]["target"])
+        config = decode_config(cell, tokenizer)
+        if pending:
+            name = "/".join([cell["dataset"], cell["variant"], cell["setting"], f"seed{cell['seed']}"])
+            progress = Progress(name, prompts=len(rows), done=resumed, suite=suite)
+            decode_prompts(pending, cell, config, where, writer=writer, progress=progress, tokenizer=tokenizer)
+        facts = {
+            "schema": manifest.SCHEMA_VERSION,
+            "cell": {**cell, "decode": dataclasses.asdict(config)},
+            "source_digest": source,
+            "prompts_sha256": prompts_sha256,
+            "prompts": len(rows),
+            "environment": manifest.environment(),
+            "device": device.facts(where),
+            "warm_up": {"prompts": int(cell["clock"] != "off"), "new_tokens": WARM_UP_TOKENS},
+            "resumed_requests": resumed,
+            "started": _utc(start),
+            "ended": _utc(time.time()),
+            "seconds": round(time.time() - start, 3),
+            "rerun": rerun_command(out),
+        }
+        if commit is not None:
+            facts["environment"]["git"] = {"commit": commit, "dirty": None}
+        return writer.finish([row.id for row in rows], facts)
+
+
+def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, progress: Progress, tokenizer) -> None:
+    """Load the models, warm up when the cell is timed, and decode; each finished request goes to the writer."""
+    models = load_models(cell, where)
+    proposer = resolve_method(config.method)(config, models)
+    clock = Clock(cell["clock"], where)
+    if cell["clock"] != "off":
+        # no measured prompt: the first one's tokens in reverse
+        warm_up = Prompt("warm-up", 0, prompts[0].tokens[::-1])
+        short = dataclasses.replace(config, max_new_tokens=WARM_UP_TOKENS)
+        decode([warm_up], models, short, proposer=proposer, clock=clock, on_finish=lambda _: None)
+
+    def on_finish(trace) -> None:
+        writer.add(trace)
+        progress.finished()
+        tokens, steps = len(trace.output_tokens), len(trace.steps)
+        logger.info("%s: %d tokens in %d steps, %s", trace.id, tokens, steps, trace.finish_reason)
+
+    decode(
+        prompts,
+        models,
+        config,
+        proposer=proposer,
+        clock=clock,
+        on_finish=on_finish,
+        on_token=progress.token,
+        detokenise=tokenizer.decode,
+        traced=cell["traced"],
+    )
+    progress.close()
+
+
+def decode_config(cell: dict, tokenizer) -> DecodeConfig:
+    """Return the cell's settings with the tokenizer's end of turn as the EOS, when the cell names none."""
+    fields = {**cell["decode"], "stop": tuple(cell["decode"]["stop"])}
+    fields["eos_tokens"] = tuple(cell["decode"]["eos_tokens"]) or (tokenizer.eos_id,)
+    return DecodeConfig(**fields).check()
+
+
+def load_models(cell: dict, where: torch.device) -> Models:
+    """Return the models of the parts that the cell names."""
+    dtype, weights = getattr(torch, cell["dtype"]), cell["weights"]
+    drafter = weaver = None
+    if "drafter" in weights:
+        drafter = checkpoints.load_drafter(weights["drafter"], device=where, dtype=dtype)
+    if "weaver" in weights:
+        weaver = checkpoints.load_weaver(weights["weaver"], device=where, dtype=dtype)
+    taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
+    target = checkpoints.load_target(weights["target"], device=where, dtype=dtype, tap_layers=taps)
+    return Models(target.eval(), drafter and drafter.eval(), weaver and weaver.eval())
+
+
+def check_weights(cell: dict) -> None:
+    """Raise ValueError unless the checkpoint folders hold what the cell was resolved with."""
+    for part, folder in cell["weights"].items():
+        found, expected = manifest.sha256_weights(Path(folder)), cell["weights_sha256"][part]
+        if found is None or found != expected:
+            raise ValueError(
+                f"weights.{part}: {folder} has sha256 {found or 'of no file'}, the cell was resolved with {expected}; "
+                "restore the folder, or resolve the cell again by calling snakemake"
+            )
+
+
+def resolve_method(name: str):
+    """Return a method's proposer factory."""
+    module, _, attribute = METHODS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", required=True, help="the resolved cell, JSON text or @FILE")
+    parser.add_argument("--prompts", required=True, type=Path, help="prepared prompts (prepare_prompts.py)")
+    parser.add_argument("--out", required=True, type=Path, help="the cell's folder")
+    parser.add_argument("--threads", required=True, type=int, help="threads of a timed cell; others take one")
+    parser.add_argument("--log", required=True, type=Path, help="file for everything but the progress line")
+    parser.add_argument("--commit", help="commit of the code where this is no git checkout")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logging.captureWarnings(True)
+    text = options.cell
+    cell = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    try:
+        suite = suite_from(os.environ.get("TFM_PROGRESS"))
+        where = {"prompts": options.prompts, "out": options.out, "threads": options.threads}
+        result = run_cell(cell, **where, commit=options.commit, suite=suite)
+    except Exception as error:
+        logger.exception("the cell failed")
+        print(f"\ndecode_cell: {options.out}: {type(error).__name__}: {error} (log: {options.log})", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    print(json.dumps({"cell": str(options.out), "prompts": result["prompts"], "seconds": result["seconds"]}))
+    return 0
+
+
+def _utc(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

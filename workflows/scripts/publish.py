@@ -1,0 +1,112 @@
+"""Copy a finished suite into the tracked tree: records packed in one parquet a kind, tables, figures and summary."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from getpass import getuser
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tfm.cells import KINDS, Records, join_records, load_cells
+from tfm.manifest import sha256_file, write_json
+
+DESCRIPTION = """
+Reads plan.json, the cells it lists and the suite's tables, figures, compare.csv, summary.json, manifest.json and
+report.html. Writes --out anew, at most --limit bytes, without host, user or absolute path. Rebuild the tables from it
+with make_tables.py --records OUT --plan OUT/plan.json. Last line of stdout: one JSON object. Exit 2 on bad input.
+"""
+LIMIT = 5 * 2**20
+FILES = ("plan.json", "compare.csv", "summary.json", "manifest.json", "report.html")
+TEXT = (".json", ".csv", ".md", ".tex", ".html", ".svg", ".txt")
+
+
+def pack(records_of: list[Path], out: Path) -> None:
+    """Write requests.parquet, steps.parquet, trees.parquet (a `cell` column numbers the cells) and cells.json."""
+    cells = [json.loads((folder / "cell.json").read_text()) | {"path": folder.as_posix()} for folder in records_of]
+    load_cells(records_of)  # checks every file
+    for kind in KINDS:
+        parts = [pq.read_table(folder / f"{kind}.parquet") for folder in records_of]
+        numbered = [part.append_column("cell", pa.array([i] * len(part), pa.int32())) for i, part in enumerate(parts)]
+        table = pa.concat_tables(numbered)
+        pq.write_table(table, out / f"{kind}.parquet", compression="zstd", compression_level=19)
+    files = {f"{kind}.parquet": sha256_file(out / f"{kind}.parquet") for kind in KINDS}
+    write_json(out / "cells.json", {"cells": cells, "sha256": files})
+
+
+def load_published(folder: Path) -> Records:
+    """Return the records of a published folder; raises ValueError naming a file whose SHA-256 is not the recorded one."""
+    packed = json.loads((folder / "cells.json").read_text())
+    for name, expected in packed["sha256"].items():
+        if sha256_file(folder / name) != expected:
+            raise ValueError(f"{folder / name} is damaged: its sha256 is not that of cells.json; restore it from git")
+    return join_records(packed["cells"], {kind: pq.read_table(folder / f"{kind}.parquet") for kind in KINDS})
+
+
+def private_words(root: Path) -> list[str]:
+    """Return what must not be published: this machine's name, user, home and checkout path."""
+    words = {socket.gethostname(), str(Path.home()), str(root.resolve()), os.environ.get("USER", "")}
+    try:
+        words.add(getuser())
+    except (KeyError, OSError):
+        pass
+    # a user called root, or a home "/", would match ordinary words
+    return sorted(word for word in words if len(word) > 3 and word not in ("root", "/root", "localhost"))
+
+
+def check_clean(folder: Path, words: list[str]) -> None:
+    """Raise ValueError naming the first text file that holds a private word or a home path."""
+    pattern = re.compile("|".join([*map(re.escape, words), r"/home/\w+", r"/root/", r"/Users/\w+"]))
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in TEXT and (found := pattern.search(path.read_text(encoding="utf-8"))):
+            raise ValueError(
+                f"{path}: holds {found[0]!r}, which must not be published; remove its source and run again"
+            )
+
+
+def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
+    """Write the published folder; return its size and files. Raises ValueError when it is too large or not clean."""
+    temporary = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    pack([Path(cell["path"]) for cell in plan["cells"]], temporary)
+    for name in FILES:
+        shutil.copyfile(suite_folder / name, temporary / name)
+    for name in ("tables", "figures"):
+        shutil.copytree(suite_folder / name, temporary / name)
+    check_clean(temporary, private_words(Path.cwd()))
+    sizes = {
+        path.relative_to(temporary).as_posix(): path.stat().st_size for path in temporary.rglob("*") if path.is_file()
+    }
+    if sum(sizes.values()) > limit:
+        largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:4])
+        raise ValueError(f"{out}: {sum(sizes.values())} bytes, more than the limit of {limit}; largest: {largest}")
+    for kept in out.glob("*.md") if out.exists() else ():
+        shutil.copyfile(kept, temporary / kept.name)  # notes written by hand
+    shutil.rmtree(out, ignore_errors=True)
+    temporary.rename(out)
+    return {"published": str(out), "bytes": sum(sizes.values()), "files": len(sizes)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
+    parser.add_argument("--out", required=True, type=Path, help="results/published/<suite>")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="bytes at most (default: 5 MiB)")
+    options = parser.parse_args()
+    plan = json.loads(options.plan.read_text())
+    try:
+        print(json.dumps(publish(options.plan.parent, plan, options.out, limit=options.limit)))
+    except ValueError as error:
+        print(f"publish: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

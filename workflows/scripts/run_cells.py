@@ -1,0 +1,88 @@
+"""Run many cells in one process, on a machine that has torch but no Snakemake; same outputs as decode_cell.py."""
+
+import argparse
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+DESCRIPTION = """
+Reads resolved cells (a plan.json of a suite, or JSON lines) and the prompt files under --out. Writes every cell's
+folder under --out at the path the cell names, skipping those whose cell.json is there. Needs torch, numpy, pandas,
+pyarrow, safetensors and tokenizers; nothing has to be installed of this project. Last line of stdout: one JSON object.
+"""
+
+
+def register_kernels() -> None:
+    """Make ./kernels importable as tfm_kernels, and the repository's packages by their names."""
+    sys.path.insert(0, str(REPOSITORY))
+    if importlib.util.find_spec("tfm_kernels") is None:
+        spec = importlib.machinery.ModuleSpec("tfm_kernels", None, is_package=True)
+        spec.submodule_search_locations = [str(REPOSITORY / "kernels")]
+        sys.modules["tfm_kernels"] = importlib.util.module_from_spec(spec)
+
+
+def read_cells(path: Path) -> list[dict]:
+    """Return the cells of a plan.json or of a file with one JSON object a line."""
+    text = path.read_text()
+    try:
+        plan = json.loads(text)
+        return plan.get("cells", [plan])
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def prompts_file(cell: dict, out: Path) -> Path:
+    """Return where a cell's prompts lie."""
+    think = "-think" if cell["reasoning"] else ""
+    return out / f"results/{cell['suite']}/prompts/{cell['target']}/{cell['dataset']}{think}.jsonl"
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Run the cells in list order; a failed cell is reported and the next one starts. Returns the counts."""
+    from decode_cell import run_cell  # after register_kernels
+
+    cells, done, failed = read_cells(options.list), [], {}
+    deadline = time.time() + options.seconds if options.seconds else float("inf")
+    for number, cell in enumerate(cells, start=1):
+        folder = options.out / cell["path"]
+        if (folder / "cell.json").exists():
+            continue
+        if time.time() > deadline:
+            break
+        suite = {"cells": str(options.out / f"results/{cell['suite']}/cells"), "total": len(cells), "done": 0}
+        try:
+            where = {"prompts": prompts_file(cell, options.out), "out": folder, "threads": options.threads}
+            result = run_cell(cell, **where, commit=options.commit, suite={**suite, "start": time.time()})
+            done.append({"path": cell["path"], "seconds": result["seconds"]})
+        except Exception as error:  # the other cells are still worth the machine's time; the exit code tells
+            logging.exception("cell %d of %d: %s failed", number, len(cells), cell["path"])
+            failed[cell["path"]] = f"{type(error).__name__}: {error}"
+    left = sum(not (options.out / cell["path"] / "cell.json").exists() for cell in cells)
+    return {"cells": len(cells), "run": len(done), "left": left, "failed": failed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", required=True, type=Path, help="plan.json or JSON lines of resolved cells")
+    parser.add_argument("--out", required=True, type=Path, help="folder that stands for the repository's root")
+    parser.add_argument("--commit", required=True, help="commit of the code, recorded in every cell")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a timed cell (default: all)")
+    parser.add_argument("--seconds", type=float, help="start no further cell after this long")
+    parser.add_argument("--log", type=Path, help="file for everything but the progress line (default: stderr)")
+    options = parser.parse_args()
+    logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    register_kernels()
+    result = run(options)
+    print(json.dumps(result))
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

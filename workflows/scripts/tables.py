@@ -1,0 +1,240 @@
+"""The tables of a suite as frames: identity first, then value, interval and n; missing is empty with a reason."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from baselines import suite
+from tfm import metrics
+from tfm.cells import Records
+from tfm.trace import STAGES, SUBSTAGES
+
+INTERVALS = ("tok_s", "tau", "accepted")  # metrics shown with an interval in headline and per_set
+POINTS = ("decode_tok_s", "tau_exact", "tau_pooled", "accepted_untrimmed")
+PAIRS = (("tfm", "ddtree"), ("ddtree", "dflash"), ("tfm", "dflash"))
+WALL_TOLERANCE = 0.02  # stage timing may cost this share of the wall before a row is flagged
+
+
+@dataclass
+class Suite:
+    """A suite's plan with its records: `requests` carries the metrics of each request."""
+
+    config: dict
+    plan: list[dict]
+    records: Records
+    requests: pd.DataFrame
+
+    @staticmethod
+    def of(plan: dict, records: Records) -> "Suite":
+        requests = metrics.per_request(records.requests, records.steps)
+        return Suite(plan["config"], plan["cells"], records, requests)
+
+    @property
+    def settings(self) -> list[str]:
+        return list(dict.fromkeys(cell["setting"] for cell in self.plan if cell["part"] == "headline"))
+
+    @property
+    def headline(self) -> dict[str, str]:
+        """Method -> its headline variant's name."""
+        return {variant.method: variant.name(self.config) for variant in suite.headline(self.config)}
+
+    @property
+    def side(self) -> dict:
+        """The dataset, setting and seed of sweeps, stages and audit."""
+        setting = suite.setting_name(self.config["side"]["temperature"], reasoning=self.config["reasoning"][0])
+        return {"dataset": self.config["side"]["dataset"], "setting": setting, "seed": self.config["seeds"][0]}
+
+    def arm(self, variant: str, **fields) -> pd.DataFrame:
+        """Return the requests of one variant where every field has the value given."""
+        return _where(self.requests, variant=variant, **fields)
+
+    def missing(self, variant: str, **fields) -> str:
+        """Return why planned cells of this variant are not there; empty when all are."""
+        wanted = [c for c in self.plan if c["variant"] == variant and all(c[key] == fields[key] for key in fields)]
+        reasons = {c["path"]: self.records.missing[c["path"]] for c in wanted if c["path"] in self.records.missing}
+        return "; ".join(f"{path.split('/', 5)[-1]}: {reason}" for path, reason in reasons.items())
+
+
+def check_one_kind(records: Records) -> list[str]:
+    """Return the mixes that a table must not hold: suites, devices, types, and source digests within a method."""
+    problems, rows = [], records.requests
+    for column in ("suite", "engine", "target", "device_name", "dtype", "template"):
+        found = sorted(map(str, rows[column].unique()))
+        if len(found) > 1:
+            problems.append(f"{column}: {' and '.join(found)}")
+    for method, group in rows.groupby("method"):
+        found = sorted(digest[:12] for digest in group["source_digest"].unique())
+        if len(found) > 1:
+            problems.append(f"source_digest of {method}: {' and '.join(found)}")
+    return problems
+
+
+def headline(data: Suite) -> pd.DataFrame:
+    """Return one row a variant and setting, macro over datasets. Refuses a rule that is not lossless."""
+    for variant in suite.headline(data.config):
+        if variant.rule == "legacy_traversal":
+            raise ValueError(
+                "headline: rule 'legacy_traversal' is not allowed (allowed: lossless rules); put it in audit"
+            )
+    rows = []
+    for setting in data.settings:
+        for name in data.headline.values():
+            rows.append({"variant": name, "setting": setting, **_speed_and_acceptance(data, name, setting=setting)})
+    return _identified(data, rows)
+
+
+def per_set(data: Suite) -> pd.DataFrame:
+    """Return one row a dataset, variant and setting."""
+    rows = []
+    for dataset in data.config["datasets"]:
+        domain = next(cell["domain"] for cell in data.plan if cell["dataset"] == dataset)
+        for setting in data.settings:
+            for name in data.headline.values():
+                fields = _speed_and_acceptance(data, name, setting=setting, dataset=dataset)
+                rows.append({"dataset": dataset, "domain": domain, "variant": name, "setting": setting, **fields})
+    return _identified(data, rows)
+
+
+def latency(data: Suite) -> pd.DataFrame:
+    """Return microseconds a step and share of each stage of the -stages cells, with both walls."""
+    rows = []
+    for method, name in data.headline.items():
+        staged, where = f"{name}-{suite.STAGED}", data.side
+        arm, steps = data.arm(staged, **where), _where(data.records.steps, variant=staged, **where)
+        times = metrics.stage_times(arm, steps)
+        fields = {"dataset": where["dataset"], "variant": name, "setting": where["setting"], "method": method}
+        if not times:
+            rows.append({**fields, "reason": data.missing(staged, **where) or "no stage times"})
+            continue
+        wall = metrics.decode_us_per_step(data.arm(name, **where))
+        differs = times["decode"] / wall - 1
+        shares = metrics.stage_shares(times)
+        fields |= {"steps": len(steps), "decode_us": times["decode"], "untimed_decode_us": wall, "difference": differs}
+        fields |= {"flag": f"walls differ by more than {WALL_TOLERANCE:.0%}" if abs(differs) > WALL_TOLERANCE else ""}
+        for stage in (*STAGES, *SUBSTAGES):
+            level = "stage" if stage in STAGES else "build" if stage in ("weaver_prefix", "grow") else "verify"
+            rows.append({**fields, "level": level, "stage": stage, "us": times[stage], "share": shares[stage]})
+        rows.append(
+            {**fields, "level": "sum", "stage": "gdn", "us": shares["gdn"] * times["decode"], "share": shares["gdn"]}
+        )
+        rows.append({**fields, "level": "request", "stage": "prefill", "us": times["prefill"]})
+    return _identified(data, rows)
+
+
+def acceptance_by_position(data: Suite) -> pd.DataFrame:
+    """Return how often each draft position is accepted, steps of all datasets and seeds together."""
+    frames = []
+    for setting in data.settings:
+        for name in data.headline.values():
+            table = metrics.acceptance_by_position(_where(data.records.steps, variant=name, setting=setting))
+            table.insert(0, "variant", name)
+            table.insert(1, "setting", setting)
+            frames.append(table)
+    return _identified(data, pd.concat(frames).to_dict("records"))
+
+
+def budget(data: Suite) -> pd.DataFrame:
+    """Return tau and accepted along every sweep, the headline's own point included."""
+    rows, where = [], data.side
+    for key, (knob, methods) in suite.SWEEPS.items():
+        for method in (method for method in methods if data.config[key] and method in data.headline):
+            names = [
+                cell["variant"] for cell in data.plan if cell["part"] == key and cell["decode"]["method"] == method
+            ]
+            points = [(suite.parse_variant(name, data.config), name) for name in [*names, data.headline[method]]]
+            for variant, name in sorted(set(points), key=lambda point: getattr(point[0], knob) or 0):
+                row = {"sweep": knob, "value": getattr(variant, knob), "method": method, "variant": name, **where}
+                rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
+                rows[-1]["reason"] = data.missing(name, **where)
+    return _identified(data, rows)
+
+
+def paired(data: Suite) -> pd.DataFrame:
+    """Return differences and ratios between methods on the same prompts and seeds, macro first, then by set."""
+    rows = []
+    for setting in data.settings:
+        for one, other in PAIRS:
+            if {one, other} <= set(data.headline):
+                for dataset in ("macro", *data.config["datasets"]):
+                    rows += _pair_rows(data, one, other, setting=setting, dataset=dataset)
+    return _identified(data, rows)
+
+
+def audit(data: Suite) -> pd.DataFrame:
+    """Return each rule's acceptance beside the lossless bound of its own steps, and outputs equal to ar's."""
+    rows, where = [], data.side
+    names = [*data.headline.values(), *(cell["variant"] for cell in data.plan if cell["part"] == "audit")]
+    for name in names:
+        arm = data.arm(name, **where)
+        excess, same = metrics.excess_over_bound(arm), metrics.identical_outputs(arm, data.arm("ar", **where))
+        row = {"variant": name, "rule": suite.parse_variant(name, data.config).rule, **where}
+        row |= _intervals(arm, ("accepted_untrimmed", "expected_accepted"))
+        row |= {"excess": excess.value, "excess_low": excess.low, "excess_high": excess.high}
+        row |= {"same_as_ar": same[0], "compared": same[1], "reason": data.missing(name, **where)}
+        rows.append(row)
+    return _identified(data, rows)
+
+
+TABLES = {
+    "headline": headline,
+    "per_set": per_set,
+    "latency": latency,
+    "acceptance_by_position": acceptance_by_position,
+    "budget": budget,
+    "paired": paired,
+    "audit": audit,
+}
+
+
+def _speed_and_acceptance(data: Suite, name: str, **fields) -> dict:
+    arm, reference = data.arm(name, **fields), data.arm("ar", **fields)
+    reason = data.missing(name, **fields)
+    if reason:
+        return {"reason": reason}
+    row = _intervals(arm, INTERVALS)
+    speedup = metrics.ratio(arm, reference, "tok_s")
+    row |= {"speedup": speedup.value, "speedup_low": speedup.low, "speedup_high": speedup.high}
+    row |= {metric: metrics.mean(arm, metric).value for metric in POINTS}
+    same = metrics.identical_outputs(arm, reference)
+    row |= {"same_as_ar": same[0], "compared": same[1], "n": metrics.mean(arm, "tau").n, "seeds": arm["seed"].nunique()}
+    row["reason"] = ""
+    return row
+
+
+def _pair_rows(data: Suite, one: str, other: str, *, setting: str, dataset: str) -> list[dict]:
+    fields = {"setting": setting} | ({} if dataset == "macro" else {"dataset": dataset})
+    arms = [data.arm(data.headline[method], **fields) for method in (one, other)]
+    rows = []
+    for metric in ("accepted", "tau"):
+        diff, ratio = metrics.difference(*arms, metric), metrics.ratio(*arms, metric)
+        row = {"pair": f"{one} - {other}", "metric": metric, "setting": setting, "dataset": dataset}
+        row |= {"difference": diff.value, "difference_low": diff.low, "difference_high": diff.high}
+        row |= {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "n": diff.n}
+        reasons = (data.missing(data.headline[method], **fields) for method in (one, other))
+        rows.append({**row, "reason": "; ".join(filter(None, reasons))})
+    return rows
+
+
+def _intervals(arm: pd.DataFrame, names) -> dict:
+    row = {}
+    for name in names:
+        estimate = metrics.mean(arm, name)
+        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high, "n": estimate.n}
+    return {**{key: value for key, value in row.items() if key != "n"}, "n": row["n"]}
+
+
+def _where(frame: pd.DataFrame, **fields) -> pd.DataFrame:
+    for column, value in fields.items():
+        frame = frame[frame[column] == value]
+    return frame
+
+
+def _identified(data: Suite, rows: list[dict]) -> pd.DataFrame:
+    """Return the rows as a frame whose first columns say where the numbers were made, and whose last says why not."""
+    frame = pd.DataFrame(rows)
+    devices = sorted(data.records.requests["device_name"].unique()) if data.records.cells else []
+    frame.insert(0, "suite", data.config["suite"])
+    frame.insert(1, "device", " + ".join(devices))
+    if "reason" in frame:
+        frame["reason"] = frame.pop("reason").fillna("")
+    return frame

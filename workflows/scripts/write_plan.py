@@ -1,0 +1,30 @@
+"""Write a suite's plan: its checked config and every resolved cell with its folder."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from baselines import suite
+from tfm.manifest import write_json
+
+DESCRIPTION = """
+Reads the checked config (JSON) and the weights it names. Writes --out, {config, cells}: what the tables read, and what
+run_cells.py takes as its list. Last line of stdout: one JSON object.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="the suite's checked config, JSON text")
+    parser.add_argument("--out", required=True, type=Path, help="plan.json")
+    options = parser.parse_args()
+    config = json.loads(options.config)
+    cells = suite.expand(config)
+    write_json(options.out, {"config": config, "cells": cells})
+    print(json.dumps({"plan": str(options.out), "cells": len(cells)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
