@@ -1,0 +1,244 @@
+"""The proposers: brute force for DDTree, the argmax chain, the root alone, and the registry of methods."""
+
+import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import make_marginals, paths_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import baselines
+from baselines.ddtree import build_best_first
+from baselines.dflash import build_chain
+from tfm.builder import count_expansions
+from tfm.config import METHOD_PARTS, DecodeConfig
+from tfm.marginals import Marginals
+from tfm.weaver import Weaver, WeaverConfig, init_weaver
+
+VOCAB, HIDDEN, ROWS = 40, 8, 15
+SETTINGS = {
+    "ar": DecodeConfig(method="ar"),
+    "dflash": DecodeConfig(method="dflash"),
+    "ddtree": DecodeConfig(method="ddtree", budget=64),
+    "tfm": DecodeConfig(method="tfm", budget=64, candidates=20),
+}
+
+
+class FakeContext:
+    """Two requests whose drafter gives fixed logits; remembers how often it ran."""
+
+    def __init__(self, requests=2, rows=ROWS):
+        generator = torch.Generator().manual_seed(0)
+        self.roots = torch.arange(requests) + 3
+        self.target_hidden = torch.randn(requests, HIDDEN, generator=generator)
+        self.logits = 2 * torch.randn(requests, rows, VOCAB, generator=generator)
+        self.hidden = torch.randn(requests, rows, HIDDEN, generator=generator)
+        self.drafts = []
+
+    def draft(self, candidates):
+        self.drafts.append(candidates)
+        return Marginals.from_logits(self.logits, self.hidden, candidates)
+
+
+class RecordingClock:
+    def __init__(self):
+        self.open, self.stages = [], []
+
+    @contextmanager
+    def stage(self, name):
+        self.open.append(name)
+        self.stages.append("/".join(self.open))
+        yield
+        self.open.pop()
+
+
+def make_models():
+    generator = torch.Generator().manual_seed(1)
+    config = WeaverConfig(d_model=HIDDEN, d_embed=HIDDEN, d_rank=16, num_heads=2, mlp_dim=16, K=ROWS)
+    weaver = Weaver(config).requires_grad_(False)
+    init_weaver(weaver, seed=0, std=0.3)
+    weaver.lm_head_query_in.weight.copy_(torch.randn(HIDDEN, 16, generator=generator))
+    tables = torch.randn(2, VOCAB, HIDDEN, generator=generator)
+    target = SimpleNamespace(head_weight=tables[0], embed_weight=tables[1])
+    return SimpleNamespace(target=target, drafter=object(), weaver=weaver)
+
+
+def propose(method, config=None, context=None):
+    proposer = baselines.resolve(method)(config or SETTINGS[method], make_models())
+    clock = RecordingClock()
+    tree = proposer.propose(context or FakeContext(), clock)
+    tree.validate()
+    return tree, clock, proposer
+
+
+# --- the registry
+
+
+def test_the_registry_and_the_config_know_the_same_methods():
+    assert set(baselines.METHODS) == set(METHOD_PARTS) == set(SETTINGS)
+
+
+def test_an_unknown_method_is_refused_with_the_allowed_ones():
+    with pytest.raises(ValueError, match=r"method: 'dflsh' is not allowed \(allowed: ar, ddtree, dflash, tfm\)"):
+        baselines.resolve("dflsh")
+
+
+@pytest.mark.parametrize("method", baselines.METHODS)
+def test_every_method_proposes_valid_trees_under_its_stages(method):
+    context = FakeContext()
+    tree, clock, _ = propose(method, context=context)
+    assert tree.tokens[:, 0].tolist() == context.roots.tolist()
+    assert len(context.drafts) == (method != "ar")
+    stages = {"ar": ["build"], "tfm": ["draft", "build", "build/weaver_prefix", "build/grow"]}
+    assert clock.stages == stages.get(method, ["draft", "build"])
+
+
+@pytest.mark.parametrize("method", baselines.METHODS)
+def test_a_tree_does_not_depend_on_the_other_requests(method):
+    context = FakeContext(requests=3)
+    together, _, _ = propose(method, context=context)
+    for request in range(3):
+        alone = FakeContext(requests=3)
+        one = slice(request, request + 1)
+        for name in ("roots", "target_hidden", "logits", "hidden"):
+            setattr(alone, name, getattr(context, name)[one])
+        tree, _, _ = propose(method, context=alone)
+        assert paths_of(tree) == paths_of(together, request)
+        torch.testing.assert_close(tree.log_probs[0], together.log_probs[request], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ddtree", "tfm"])
+def test_a_budget_of_64_verifies_65_rows(method):
+    """C019: the root is extra, for every tree method."""
+    tree, _, _ = propose(method)
+    assert tree.num_nodes.tolist() == [65, 65]
+    assert tree.tokens.shape == (2, 65)
+    assert not tree.is_chain
+
+
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
+def test_a_method_without_its_parts_is_refused(method):
+    models = SimpleNamespace(target=object(), drafter=None, weaver=None)
+    with pytest.raises(ValueError, match=rf"drafter: None is not allowed for method {method}"):
+        baselines.resolve(method)(SETTINGS[method], models)
+
+
+def test_tfm_without_a_weaver_is_refused():
+    with pytest.raises(ValueError, match=r"weaver: None is not allowed for method tfm"):
+        baselines.resolve("tfm")(SETTINGS["tfm"], SimpleNamespace(target=object(), drafter=object(), weaver=None))
+
+
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_depth_limits_the_tree(method, depth):
+    config = DecodeConfig(method=method, depth=depth, budget=None if method == "dflash" else 24, candidates=20)
+    tree, _, _ = propose(method, config=config)
+    assert tree.depths.max() == depth
+
+
+def test_tfm_records_the_expansions_of_its_last_tree():
+    _, _, proposer = propose("tfm")
+    assert proposer.expansions == count_expansions(64, 4, 8) == 16
+
+
+# --- chains
+
+
+def test_dflash_drafts_the_argmax_of_every_row():
+    context = FakeContext()
+    tree, _, _ = propose("dflash", context=context)
+    assert tree.is_chain
+    assert torch.equal(tree.tokens[:, 1:], context.logits.argmax(-1))
+    assert torch.equal(tree.parents, torch.arange(-1, ROWS).expand(2, ROWS + 1))
+    torch.testing.assert_close(tree.log_probs[:, 1:], context.logits.log_softmax(-1).amax(-1))
+
+
+def test_dflash_ties_go_to_the_lowest_id():
+    """C039 in the draft path."""
+    marginals = Marginals.from_logits(torch.tensor([[[1.0, 3.0, 3.0, 0.0]]]), torch.zeros(1, 1, 1), 1)
+    assert build_chain(marginals, torch.tensor([0]), depth=1).tokens.tolist() == [[0, 1]]
+
+
+def test_ar_is_the_root_alone():
+    tree, _, _ = propose("ar")
+    assert (tree.tokens.tolist(), tree.is_chain) == ([[3], [4]], True)
+
+
+# --- DDTree
+
+
+def brute_force(log_probs, budget, depth):
+    """The `budget` most probable prefixes by the float64 sum of float32 log-probs, ties by ranks."""
+    rows = log_probs[:depth].double().tolist()
+    prefixes = []
+    for length in range(1, depth + 1):
+        for ranks in itertools.product(range(log_probs.shape[1]), repeat=length):
+            score = 0.0
+            for row, rank in zip(rows, ranks, strict=False):
+                score += row[rank]
+            prefixes.append((-score, ranks))
+    return [ranks for _, ranks in sorted(prefixes)[:budget]]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    vocab=st.integers(1, 5),
+    depth=st.integers(1, 4),
+    budget=st.integers(1, 40),
+    step=st.sampled_from([0.0, 0.5]),
+)
+def test_ddtree_is_the_brute_force_top_prefixes(seed, vocab, depth, budget, step):
+    """C017: same set and same order; `step` rounds the log-probs so that many prefixes tie."""
+    log_probs = torch.randn(4, vocab, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+    if step:
+        log_probs = (log_probs / step).round() * step
+    log_probs = log_probs.sort(dim=-1, descending=True, stable=True).values
+    marginals = make_marginals(log_probs, torch.arange(vocab).expand(4, vocab))
+    tree = build_best_first(marginals, torch.tensor([0]), budget=budget, depth=depth)
+    tree.validate()
+    assert paths_of(tree)[1:] == brute_force(log_probs, budget, depth)
+    assert tree.tokens.shape == (1, budget + 1)
+
+
+def test_ddtree_prefers_wide_over_a_weak_spine():
+    """C017: top-1 of .3 at depths 1 to 8 beside 40 near-equal tokens at depth 1; no spine is kept."""
+    probs = torch.full((8, 41), 0.7 / 40)
+    probs[:, 0] = 0.3
+    probs[0, 1:] -= 1e-5 * torch.arange(40)
+    marginals = make_marginals(probs.log())
+    tree = build_best_first(marginals, torch.tensor([0]), budget=16, depth=8)
+    # .3, .09, .027 stay above .0175; .3^4 = .0081 does not
+    assert paths_of(tree)[1:4] == [(0,), (0, 0), (0, 0, 0)]
+    assert (0, 0, 0, 0) not in paths_of(tree)
+    assert tree.num_nodes.tolist() == [17]
+
+
+def test_ddtree_takes_no_more_than_exists():
+    marginals = make_marginals(torch.zeros(2, 2).log_softmax(-1))
+    tree = build_best_first(marginals, torch.tensor([9]), budget=64, depth=2)
+    tree.validate()
+    assert tree.num_nodes.tolist() == [7]
+    assert not tree.tokens[~tree.is_real].any()
+
+
+def test_ddtree_never_drafts_a_token_of_probability_zero():
+    marginals = make_marginals(torch.tensor([[0.5, 0.5, 0.0]] * 2).log())
+    tree = build_best_first(marginals, torch.tensor([0]), budget=12, depth=2)
+    assert sorted(paths_of(tree)) == [(), (0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
+
+
+def test_ddtree_asks_for_as_many_candidates_as_its_budget():
+    context = FakeContext()
+    propose("ddtree", config=DecodeConfig(method="ddtree", budget=7), context=context)
+    assert context.drafts == [7]
+
+
+@pytest.mark.parametrize("build", [build_chain, lambda *args, depth: build_best_first(*args, budget=3, depth=depth)])
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_depth_without_drafter_rows_is_refused(build, depth):
+    with pytest.raises(ValueError, match=rf"depth: {depth} is not allowed \(allowed: 1 to 2, the drafter's rows\)"):
+        build(make_marginals(torch.zeros(2, 3)), torch.tensor([0]), depth=depth)

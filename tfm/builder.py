@@ -1,0 +1,227 @@
+"""Grow a draft tree best first, scoring w frontier nodes at once with a conditional head (paper.md 5.3).
+
+The tree is a deterministic function of the context: siblings are the top C candidates, never samples. Growing takes
+ceil(B / w) expansions of which the root's is the first; the last batch of nodes is not expanded. More are needed only
+while the frontier holds fewer than w entries (w > C at the start, or a tree that runs out of depth or candidates).
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tfm.config import DecodeConfig
+from tfm.marginals import Marginals
+from tfm.tree import DraftTree
+from tfm.weaver import WeaverScorer
+
+
+class ConditionalScorer(Protocol):
+    """Scores the candidates of a node's children given the node's path."""
+
+    def begin(self, marginals: Marginals, target_hidden: Tensor, slots: int) -> None:
+        """Start a tree batch with room for `slots` nodes; target_hidden [R, d] belongs to the root's predecessor."""
+
+    def expand(self, slots: Tensor, parent_slots: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
+        """Return log-probs [R, W, K] float32 over the candidates of the children of the nodes given by [R, W].
+
+        Row d of the candidates belongs to the children of a node at depth d; log-probs are normalised over the
+        candidates, and -inf (as in the marginals) marks one that is not drafted. Slot -1 is padding: any value.
+        """
+
+
+class MarginalScorer:
+    """ConditionalScorer without conditioning (residual 0): isolates the search from the weaver."""
+
+    def begin(self, marginals: Marginals, target_hidden: Tensor, slots: int) -> None:
+        self._rows = marginals.log_probs.log_softmax(-1)
+        self._request = torch.arange(len(self._rows), device=self._rows.device)[:, None]
+
+    def expand(self, slots: Tensor, parent_slots: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
+        return self._rows[self._request, depths]
+
+
+def default_width(budget: int) -> int:
+    """Return ceil(budget / 16), the width of the public code: 4 at budget 64."""
+    return -(-budget // 16)
+
+
+def count_expansions(budget: int, width: int, children: int) -> int:
+    """Return the expansions of a tree whose frontier never runs dry; ceil(budget / width) when width <= children."""
+    nodes, frontier, expansions = 0, children, 1
+    while True:
+        taken = min(width, frontier, budget - nodes)
+        nodes += taken
+        frontier += taken * (children - 1)
+        if nodes == budget or frontier == 0:
+            return expansions
+        expansions += 1
+
+
+def grow(
+    marginals: Marginals,
+    scorer: ConditionalScorer,
+    roots: Tensor,  # [R] int64
+    *,
+    target_hidden: Tensor,  # [R, d]
+    budget: int,
+    width: int,
+    children: int,
+    depth: int,
+) -> DraftTree:
+    """Return R trees of at most `budget` drafted nodes, none deeper than `depth`; see the module for the order.
+
+    Entries are taken by cumulative log-probability, ties by the lowest frontier index, candidates of equal
+    log-probability by the lowest candidate index. A tree that runs out of entries is smaller and padded.
+    """
+    marginals = without_repeats(marginals)
+    scorer.begin(marginals, target_hidden, budget + 1)
+    return Growth(marginals, scorer, roots, budget=budget, width=width, children=children, depth=depth).run()
+
+
+def without_repeats(marginals: Marginals) -> Marginals:
+    """Return marginals where a token that a row lists again has log-probability -inf there: siblings are distinct."""
+    tokens, order = marginals.tokens.sort(dim=-1, stable=True)
+    is_repeat = torch.zeros_like(tokens, dtype=torch.bool)
+    is_repeat.scatter_(-1, order[..., 1:], tokens[..., 1:] == tokens[..., :-1])
+    return replace(marginals, log_probs=marginals.log_probs.masked_fill(is_repeat, -torch.inf))
+
+
+class Growth:
+    """One run of `grow` after `scorer.begin`. Frontier entry `slot * C + rank` is the rank-th child of node `slot`."""
+
+    def __init__(
+        self,
+        marginals: Marginals,
+        scorer: ConditionalScorer,
+        roots: Tensor,
+        *,
+        budget: int,
+        width: int,
+        children: int,
+        depth: int,
+    ):
+        requests, rows, candidates = marginals.tokens.shape
+        if not 1 <= depth <= rows:
+            raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
+        self.expansions = 0
+        self._scorer, self._candidates, self._depth_limit = scorer, marginals.tokens.flatten(1), depth
+        self._budget, self._width, self._children = budget, width, min(children, candidates)
+        # one row more than the tree: what does not fit is written there
+        self._bin = budget + 1
+        shape = (requests, budget + 2, self._children)
+        self._scores = torch.full(shape, -torch.inf, device=roots.device)  # cumulative; -inf: absent or taken
+        self._local = self._scores.clone()  # given the parent
+        self._picks = torch.zeros(shape, dtype=torch.int64, device=roots.device)  # into the flat candidates
+        self._entry = self._picks[..., 0].clone()  # of each slot
+        self._depths = torch.zeros_like(self._entry)
+        self._roots, self._counts = roots, torch.ones_like(roots)
+        self._offsets = torch.arange(width, device=roots.device)
+
+    def run(self) -> DraftTree:
+        zero = torch.zeros_like(self._roots)[:, None]
+        batch = (zero, zero, self._roots[:, None], zero, zero.float())
+        planned = count_expansions(self._budget, self._width, self._children)
+        # one device-to-host copy a tree, once the planned batches are written
+        while self.expansions < planned or not self._is_done():
+            self._expand(*batch)
+            batch = self._take()
+        return self._tree()
+
+    def _expand(self, slots: Tensor, parents: Tensor, tokens: Tensor, depths: Tensor, scores: Tensor) -> None:
+        """Push the best C children of the nodes [R, W]; nodes at the depth limit get none."""
+        self.expansions += 1
+        is_open = depths < self._depth_limit
+        rows = depths.clamp(max=self._depth_limit - 1)
+        log_probs = self._scorer.expand(torch.where(is_open, slots, -1), parents, tokens, rows)
+        # a stable sort: topk promises no order among equals
+        best, ranks = log_probs.sort(dim=-1, descending=True, stable=True)
+        best = torch.where(is_open[..., None], best[..., : self._children], -torch.inf)
+        places = slots[..., None].expand_as(best)
+        self._scores.scatter_(1, places, best + scores[..., None])
+        self._local.scatter_(1, places, best)
+        self._picks.scatter_(1, places, ranks[..., : self._children] + (rows * log_probs.shape[-1])[..., None])
+
+    def _take(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Move the w best entries to the next slots; return their slots, parents, tokens, depths and scores [R, W].
+
+        An entry that is absent or past the budget lands in the bin, at the depth limit so that it stays childless.
+        """
+        # nothing is ever pushed past the slots written so far
+        reach = min(1 + (self.expansions - 1) * self._width, self._bin) * self._children
+        frontier = self._scores.flatten(1)
+        scores, entries = frontier[:, :reach].sort(dim=-1, descending=True, stable=True)
+        scores, entries = scores[:, : self._width], entries[:, : self._width]
+        slots = self._counts[:, None] + self._offsets[: scores.shape[1]]
+        is_taken = (scores > -torch.inf) & (slots < self._bin)
+        slots = torch.where(is_taken, slots, self._bin)
+        self._counts = self._counts + is_taken.sum(1)
+        parents = entries // self._children
+        depths = torch.where(is_taken, self._depths.gather(1, parents) + 1, self._depth_limit)
+        tokens = self._tokens_of(entries)
+        self._depths.scatter_(1, slots, depths)
+        self._entry.scatter_(1, slots, entries)
+        frontier.scatter_(1, entries, -torch.inf)
+        return slots, parents, tokens, depths, scores
+
+    def _tokens_of(self, entries: Tensor) -> Tensor:
+        return self._candidates.gather(1, self._picks.flatten(1).gather(1, entries))
+
+    def _is_done(self) -> bool:
+        is_full = self._counts == self._bin
+        is_dry = (self._scores[:, : self._bin] == -torch.inf).flatten(1).all(1)
+        return bool((is_full | is_dry).all())
+
+    def _tree(self) -> DraftTree:
+        entries = self._entry[:, : self._bin]
+        is_drafted = torch.arange(self._bin, device=entries.device) < self._counts[:, None]
+        is_drafted[:, 0] = False
+        tokens = torch.where(is_drafted, self._tokens_of(entries), 0)
+        tokens[:, 0] = self._roots
+        return DraftTree(
+            tokens=tokens,
+            parents=torch.where(is_drafted, entries // self._children, -1),
+            depths=torch.where(is_drafted, self._depths[:, : self._bin], 0),
+            log_probs=torch.where(is_drafted, self._local.flatten(1).gather(1, entries), 0.0),
+            num_nodes=self._counts,
+        )
+
+
+class TfmProposer:
+    """The paper's method: the drafter's marginals, conditioned by a weaver, grown into a tree."""
+
+    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
+        self._config, self._scorer = config, scorer
+        self._width = config.width or default_width(config.budget)
+        self.expansions = 0  # of the last tree
+
+    def propose(self, context, clock) -> DraftTree:
+        config = self._config
+        with clock.stage("draft"):
+            marginals = context.draft(config.candidates)
+        with clock.stage("build"):
+            marginals = without_repeats(marginals)
+            with clock.stage("weaver_prefix"):
+                self._scorer.begin(marginals, context.target_hidden, config.budget + 1)
+            with clock.stage("grow"):
+                growth = Growth(
+                    marginals,
+                    self._scorer,
+                    context.roots,
+                    budget=config.budget,
+                    width=self._width,
+                    children=config.children,
+                    depth=config.depth or marginals.tokens.shape[1],
+                )
+                tree = growth.run()
+        self.expansions = growth.expansions
+        return tree
+
+
+def make_proposer(config: DecodeConfig, models) -> TfmProposer:
+    """Return the proposer of method tfm; needs models.drafter and models.weaver."""
+    for part in ("drafter", "weaver"):
+        if getattr(models, part) is None:
+            raise ValueError(f"{part}: None is not allowed for method tfm (allowed: loaded weights); load the {part}")
+    return TfmProposer(config, WeaverScorer(models.weaver, models.target))
