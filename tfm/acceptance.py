@@ -55,7 +55,8 @@ def accept(
         path, accepted, bonus = walk(tree, drawn, deepest)
         if is_greedy:
             return VerifyResult(path, accepted, bonus, accepted.double())
-        return VerifyResult(path, accepted, bonus, expected_accepted(tree, logits, temperature, deepest))
+        edges = edge_log_probs(tree, logits, temperature)
+        return VerifyResult(path, accepted, bonus, expected_accepted(tree, edges, deepest))
     draws = uniform(seed, indices, root_positions + 1, _TRAVERSAL_STREAM, 2 * tree.tokens.shape[1])
     chances = [HashChance(row) for row in draws.tolist()]
     return accept_by_traversal(tree, logits, chances, rule=rule, temperature=temperature)
@@ -77,10 +78,12 @@ def walk(tree: DraftTree, drawn: Tensor, deepest: int) -> tuple[Tensor, Tensor, 
     return path[:, :-1], accepted, drawn.gather(1, leaf)[:, 0]
 
 
-def expected_accepted(tree: DraftTree, logits: Tensor, temperature: float, deepest: int) -> Tensor:
-    """Return sum over drafted nodes of P_target(path) [R] float64: what every lossless rule accepts on average."""
-    log_probs = edge_log_probs(tree, logits, temperature)
-    paths = _over_ancestors(log_probs.double(), tree.parents.clamp(min=0), deepest, torch.add)
+def expected_accepted(tree: DraftTree, edges: Tensor, deepest: int) -> Tensor:
+    """Return sum over drafted nodes of P_target(path) [R] float64: what every lossless rule accepts on average.
+
+    `edges` [R, N] is what `edge_log_probs` returns.
+    """
+    paths = _over_ancestors(edges.double(), tree.parents.clamp(min=0), deepest, torch.add)
     return torch.where(tree.parents >= 0, paths.exp(), 0.0).sum(1)
 
 
@@ -94,14 +97,19 @@ def edge_log_probs(tree: DraftTree, logits: Tensor, temperature: float) -> Tenso
 
 
 def undrafted_mass(tree: DraftTree, logits: Tensor, temperature: float) -> Tensor:
-    """Return P_target(no child of the node) [R, N]: summed, not 1 - children, so nothing left gives exactly 0."""
-    scores = logits / temperature
-    requests, width, vocab = scores.shape
-    # roots and padding have no parent: they drop into one extra cell
-    cells = torch.where(tree.parents >= 0, tree.parents * vocab + tree.tokens, width * vocab)
-    others = torch.nn.functional.pad(scores.view(requests, -1), (0, 1)).scatter_(1, cells, -torch.inf)
-    others = others[:, :-1].view(requests, width, vocab)
-    return (others.logsumexp(-1) - scores.logsumexp(-1)).exp()
+    """Return P_target(no child of the node) [R, N] float64, 1 at leaves.
+
+    It is summed over the other tokens, not 1 minus the children, so that nothing left gives exactly 0.
+    """
+    requests, width, vocab = logits.shape
+    is_drafted = tree.parents >= 0
+    nodes = tree.parents + torch.arange(requests, device=logits.device)[:, None] * width  # of each node's parent
+    inner, row = nodes[is_drafted].unique(return_inverse=True)
+    scores = logits.reshape(-1, vocab)[inner].double() / temperature
+    others = scores.index_put((row, tree.tokens[is_drafted]), scores.new_tensor(-torch.inf))
+    mass = torch.ones(requests * width, dtype=torch.float64, device=logits.device)
+    mass[inner] = (others.logsumexp(-1) - scores.logsumexp(-1)).exp()
+    return mass.view(requests, width)
 
 
 def accept_by_traversal(
@@ -110,15 +118,14 @@ def accept_by_traversal(
     """Apply `traversal` or `legacy_traversal` in float64, request by request, drawing from `chances` (one each)."""
     run = {"traversal": traverse, "legacy_traversal": legacy_traverse}[rule]
     deepest = int(tree.depths.max())
-    logits = logits.double()
-    target = edge_log_probs(tree, logits, temperature).exp().tolist()
-    rest = undrafted_mass(tree, logits, temperature).tolist()
+    edges = edge_log_probs(tree, logits.double(), temperature)
+    target, rest = edges.exp().tolist(), undrafted_mass(tree, logits, temperature).tolist()
     tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
     draft = tree.log_probs.double().tolist()
     paths, bonus = [], []
     for request, (chance, count) in enumerate(zip(chances, counts, strict=True)):
         path, leaf = run(parents[request][:count], target[request], rest[request], draft[request], chance)
-        row = (logits[request, path[-1]] / temperature).softmax(-1).cpu()
+        row = (logits[request, path[-1]].double() / temperature).softmax(-1).cpu()
         bonus.append(chance.choose(bonus_weights(row, leaf, tokens[request])))
         paths.append(path + [-1] * (deepest + 1 - len(path)))
     path = torch.tensor(paths, device=logits.device)
@@ -126,7 +133,7 @@ def accept_by_traversal(
         path=path,
         accepted=(path >= 0).sum(1) - 1,
         bonus=torch.tensor(bonus, device=logits.device),
-        expected_accepted=expected_accepted(tree, logits, temperature, deepest),
+        expected_accepted=expected_accepted(tree, edges, deepest),
     )
 
 
