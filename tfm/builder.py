@@ -132,12 +132,12 @@ class Growth:
     def _expand(self, slots: Tensor, parents: Tensor, tokens: Tensor, depths: Tensor, scores: Tensor) -> None:
         """Push the best C children of the nodes [R, W]; nodes at the depth limit get none."""
         self.expansions += 1
-        is_open = depths < self._depth_limit
+        is_closed = depths >= self._depth_limit
         rows = depths.clamp(max=self._depth_limit - 1)
-        log_probs = self._scorer.expand(torch.where(is_open, slots, -1), parents, tokens, rows)
+        log_probs = self._scorer.expand(slots.masked_fill(is_closed, -1), parents, tokens, rows)
         # a stable sort: topk promises no order among equals
         best, ranks = log_probs.sort(dim=-1, descending=True, stable=True)
-        best = torch.where(is_open[..., None], best[..., : self._children], -torch.inf)
+        best = best[..., : self._children].masked_fill_(is_closed[..., None], -torch.inf)
         places = slots[..., None].expand_as(best)
         self._scores.scatter_(1, places, best + scores[..., None])
         self._local.scatter_(1, places, best)
@@ -154,11 +154,11 @@ class Growth:
         scores, entries = frontier[:, :reach].sort(dim=-1, descending=True, stable=True)
         scores, entries = scores[:, : self._width], entries[:, : self._width]
         slots = self._counts[:, None] + self._offsets[: scores.shape[1]]
-        is_taken = (scores > -torch.inf) & (slots < self._bin)
-        slots = torch.where(is_taken, slots, self._bin)
-        self._counts = self._counts + is_taken.sum(1)
+        is_left = (scores == -torch.inf).logical_or_(slots >= self._bin)
+        slots.masked_fill_(is_left, self._bin)
+        self._counts = self._counts + slots.shape[1] - is_left.sum(1)
         parents = entries // self._children
-        depths = torch.where(is_taken, self._depths.gather(1, parents) + 1, self._depth_limit)
+        depths = self._depths.gather(1, parents).add_(1).masked_fill_(is_left, self._depth_limit)
         tokens = self._tokens_of(entries)
         self._depths.scatter_(1, slots, depths)
         self._entry.scatter_(1, slots, entries)
