@@ -143,15 +143,20 @@ def test_traversal_accepts_as_much_as_target_only_on_random_trees(tree, seed):
 
 @pytest.mark.parametrize("noise", [0.1, 0.5, 1.0, 2.0])
 def test_legacy_traversal_overshoots_the_bound_where_exact_traversal_reaches_it(noise):
-    """The table of paper.md 6.3: drafter = target plus log-noise, two levels, 3 + 4 nodes over six tokens."""
-    bound = exact = legacy = 0.0
-    for seed in range(12):
+    """The table of paper.md 6.3: drafter = target plus log-noise, two levels, 3 + 4 nodes over six tokens.
+
+    The mean excess over 400 trees exceeds three of its standard errors; about 25, 21, 14 and 5 % of the bound. A single
+    tree may fall below the bound when the drafter is far off.
+    """
+    excess = []
+    for seed in range(400):
         tree, logits = noisy_tree(noise, seed)
-        bound += path_mass(tree, logits) / 12
-        exact += mean_path(tree, logits, traverse) / 12
-        legacy += mean_path(tree, logits, legacy_traverse) / 12
-    assert exact == pytest.approx(bound, abs=1e-12)
-    assert legacy > 1.02 * bound
+        bound = path_mass(tree, logits)
+        excess.append(mean_path(tree, logits, legacy_traverse) - bound)
+        if seed < 12:
+            assert mean_path(tree, logits, traverse) == pytest.approx(bound, abs=1e-12)
+    excess = torch.tensor(excess)
+    assert float(excess.mean()) > 3 * float(excess.std()) / math.sqrt(len(excess))
 
 
 def test_mean_accepted_stays_within_the_interval_of_the_bound():
@@ -427,7 +432,8 @@ def mean_path(tree, logits, run):
 def noisy_tree(noise, seed):
     """Top 3 of the drafter under the root, then its 4 best pairs; the drafter is the target plus log-noise."""
     law = ToyLaw.random(vocab=6, length=3, seed=seed, scale=1.0)
-    drafter = [level + noise * torch.randn_like(level) for level in law.levels]
+    other = ToyLaw.random(vocab=6, length=3, seed=1000 + seed, scale=noise)
+    drafter = [level + error for level, error in zip(law.levels, other.levels, strict=True)]
     first = drafter[0].log_softmax(-1)
     roots = first.topk(3)
     pairs = [
