@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baselines.ddtree import build_best_first
 from tfm.builder import Growth, MarginalScorer, count_expansions, default_width, grow
-from tfm.marginals import Marginals
+from tfm.marginals import Marginals, top_tokens
 from tfm.tree import DraftTree, ancestor_mask, node_depths, validate_parents
 
 # --- DraftTree
@@ -67,8 +67,6 @@ def test_malformed_parents_are_refused_by_node(parents, message):
     """C015."""
     with pytest.raises(ValueError, match=message):
         validate_parents(torch.tensor([parents], dtype=torch.int64))
-    if not parents:
-        return
     with pytest.raises(ValueError, match=message):
         DraftTree.build(torch.arange(len(parents))[None], torch.tensor([parents], dtype=torch.int64))
 
@@ -90,6 +88,18 @@ def test_depths_that_disagree_with_parents_are_refused():
     broken = DraftTree(tree.tokens, tree.parents, tree.depths * 0, tree.log_probs, tree.num_nodes)
     with pytest.raises(ValueError, match="depths: they do not follow from parents"):
         broken.validate()
+
+
+# --- marginals
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40))
+def test_candidates_are_a_stable_sort_ties_to_the_lowest_id_also_at_the_cut(seed, count):
+    scores = torch.randint(-3, 3, (2, 3, 40), generator=torch.Generator().manual_seed(seed)).float() / 2
+    scores[0, 0, seed % 40] = -0.0
+    scores[1, 1, seed % 7 :] = float("-inf")
+    expected = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    assert torch.equal(top_tokens(scores, count), expected)
 
 
 # --- growth

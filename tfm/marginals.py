@@ -21,11 +21,20 @@ class Marginals:
         The temperature is 1 whatever the request's temperature: the tree does not depend on it.
         """
         log_probs = logits.float().log_softmax(-1)
-        # a stable sort keeps the lowest id first among equals; topk promises no order there
-        kept = min(candidates, logits.shape[-1])
-        if kept == 1:
-            tokens = log_probs.argmax(-1, keepdim=True)
-            best = log_probs.gather(-1, tokens)
-        else:
-            best, tokens = torch.sort(log_probs, dim=-1, descending=True, stable=True)
-        return Marginals(tokens[..., :kept].contiguous(), best[..., :kept].contiguous(), hidden)
+        tokens = top_tokens(log_probs, min(candidates, logits.shape[-1]))
+        return Marginals(tokens, log_probs.gather(-1, tokens), hidden)
+
+
+def top_tokens(scores: Tensor, count: int) -> Tensor:
+    """Return the ids [..., count] int64 of the highest `scores` [..., vocab] float32, best first.
+
+    Equal scores come in the order of their ids, also at the cut, which torch.topk does not promise: the selection runs
+    on integers that hold the score's order above and the id below.
+    """
+    if count == 1:
+        return scores.max(-1, keepdim=True).indices
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    vocab = scores.shape[-1]
+    key = (ordered.long() << 32) | torch.arange(vocab - 1, -1, -1, device=scores.device)
+    return vocab - 1 - (key.topk(count, dim=-1).values & 0xFFFFFFFF)

@@ -55,7 +55,7 @@ class DraftTree:
     @staticmethod
     def build(tokens: Tensor, parents: Tensor, log_probs: Tensor | None = None, num_nodes: Tensor | None = None):
         """Return a checked tree from tokens and parents [R, N]; raises ValueError as `validate` does."""
-        counts = torch.full_like(tokens[:, 0], tokens.shape[1]) if num_nodes is None else num_nodes
+        counts = tokens.new_full((len(tokens),), tokens.shape[1]) if num_nodes is None else num_nodes
         validate_parents(parents, counts)
         tree = DraftTree(
             tokens=tokens,
