@@ -1,0 +1,84 @@
+"""Train the drafter against the frozen target's law along sampled answers, with the LK loss.
+
+Row d weighs exp(-d / gamma); rows past the end of the answer do not count. Anchors are uniform over each answer.
+"""
+
+import torch
+from torch import Tensor
+
+from tfm import checkpoints
+from tfm.drafter import Drafter, init_drafter
+from tfm.manifest import sha256_file, sha256_weights
+from tfm.train.blocks import Blocks, RowMeans, compute_blocks
+from tfm.train.layout import Layout, stage_main
+from tfm.train.loop import Deadline, Stage, train
+from tfm.train.losses import LkLoss, leading_matches, lk_loss, row_weights
+from tfm.train.sample import Samples, split_samples
+from tfm.train.settings import LossSettings, TrainSettings
+from tfm.train.target import load_frozen
+
+VALIDATION_BATCHES = 2  # of each bucket
+
+
+def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline) -> dict:
+    """Train, or go on training, and export the bfloat16 drafter. Returns the loop's report."""
+    samples = Samples.load(layout.require(layout.samples, "sample"))
+    kept, held = split_samples(samples, settings, device)
+    target = load_frozen(settings, layout, device)
+    drafter = Drafter(settings.drafter_model)
+    init_drafter(drafter, settings.seed)
+    drafter.to(device)
+    schedule, loss_settings = settings.drafter, settings.drafter_loss
+
+    def loss(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        terms = drafter_loss(compute_blocks(target, drafter, batch, train_drafter=True), loss_settings)
+        return {"loss": terms.loss, "alpha": terms.alpha, "kl": terms.kl, "kl_weight": terms.kl_weight}
+
+    def validate() -> dict[str, float]:
+        means = RowMeans()
+        for batch in held.fixed_batches(schedule.tokens_per_step, VALIDATION_BATCHES, loss_settings.anchors):
+            add_marginal_measures(means, compute_blocks(target, drafter, batch, train_drafter=False), loss_settings)
+        return means.means()
+
+    inputs = {"target": sha256_weights(layout.weights("target")), "samples": sha256_file(layout.samples)}
+    report = train(
+        Stage(
+            name="drafter",
+            model=drafter,
+            schedule=schedule,
+            digest_fields=settings.digest_fields("drafter") | inputs,
+            batch=lambda step: kept.batch(step, schedule.tokens_per_step, loss_settings.anchors),
+            loss=loss,
+            validate=validate,
+        ),
+        layout.stage("drafter"),
+        deadline=deadline,
+    )
+    if report["done"]:
+        checkpoints.save_drafter(drafter, layout.weights("drafter"))
+    return report | {"parameters": sum(p.numel() for p in drafter.parameters())}
+
+
+def drafter_loss(blocks: Blocks, settings: LossSettings) -> LkLoss:
+    """Return the LK loss of the marginals over the whole vocabulary."""
+    return lk_loss(
+        blocks.target_log_probs,
+        blocks.draft_logits.float().log_softmax(-1),
+        row_weights(blocks.valid, settings.gamma),
+        kl_scale=settings.kl_scale,
+        kl_decay=settings.kl_decay,
+    )
+
+
+@torch.no_grad()
+def add_marginal_measures(means: RowMeans, blocks: Blocks, settings: LossSettings) -> None:
+    """Add val_alpha (acceptance of the full marginals by position) and val_chain (length of the argmax chain)."""
+    terms = drafter_loss(blocks, settings)
+    means.add("val_loss", terms.loss.expand(1, 1), torch.ones(1, 1, device=terms.loss.device))
+    means.add("val_alpha", terms.alpha_rows, blocks.valid)
+    chain = leading_matches(blocks.draft_logits.argmax(-1), blocks.tokens, blocks.valid)[..., None]
+    means.add("val_chain", chain, torch.ones_like(chain))
+
+
+if __name__ == "__main__":
+    stage_main("drafter", run, __doc__)

@@ -1,0 +1,230 @@
+"""The training loop of every stage: seeded by step, bounded in time, resumed from its last checkpoint.
+
+A stage's folder holds state.pt (model, optimizer, step) and curve.csv. Batches depend on (seed, step) alone, so a run
+that was stopped and continued equals one that was not.
+"""
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tfm.manifest import sha256_json
+from tfm.train.optim import MuonAdamW
+from tfm.train.settings import Schedule
+
+SAVE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage gives the loop."""
+
+    name: str
+    model: nn.Module
+    schedule: Schedule
+    digest_fields: dict  # what must not change between a run and its continuation
+    batch: Callable[[int], dict[str, Tensor]]  # step -> tensors
+    loss: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # scalars, "loss" among them
+    validate: Callable[[], dict[str, float]]
+
+
+class Deadline:
+    """A point in time after which no new step starts."""
+
+    def __init__(self, minutes: float | None):
+        self.at = None if minutes is None else time.monotonic() + 60 * minutes
+
+    @property
+    def is_over(self) -> bool:
+        return self.at is not None and time.monotonic() >= self.at
+
+
+class Backward:
+    """Computes gradients into `.grad`, through one CUDA graph for each batch shape or plainly."""
+
+    def __init__(self, stage: Stage, optimiser: MuonAdamW, *, graphs: bool):
+        self.stage, self.optimiser, self.graphs = stage, optimiser, graphs
+        self.captured: dict[tuple, tuple] = {}
+        self.step_graph: torch.cuda.CUDAGraph | None = None
+        for parameter in optimiser.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def __call__(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the loss terms of a batch; gradients lie in `.grad` afterwards."""
+        if not self.graphs:
+            return self._plain(batch)
+        key = tuple((name, tuple(tensor.shape)) for name, tensor in batch.items())
+        if key not in self.captured:
+            self.captured[key] = self._capture(batch)
+        graph, inputs, terms = self.captured[key]
+        for name, tensor in batch.items():
+            inputs[name].copy_(tensor)
+        graph.replay()
+        return terms
+
+    def update(self) -> None:
+        """Take one optimizer step."""
+        if not self.graphs:
+            self.optimiser.step()
+            return
+        if self.step_graph is None:
+            # capturing does not run the step: warm its kernels up on gradients of zero and a scale of zero
+            scale = self.optimiser.scale.clone()
+            saved = {name: _clone(value) for name, value in self.optimiser.state_dict().items()}
+            self.optimiser.set_scale(0.0)
+            self._warm_up(self.optimiser.step)
+            self.optimiser.load_state_dict(saved)
+            self.optimiser.scale.copy_(scale)
+            self.step_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.step_graph):
+                self.optimiser.step()
+        self.step_graph.replay()
+
+    def _plain(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        torch._foreach_zero_([p.grad for p in self.optimiser.parameters])
+        terms = self.stage.loss(batch)
+        terms["loss"].backward()
+        return {name: term.detach() for name, term in terms.items()}
+
+    def _capture(self, batch: dict[str, Tensor]) -> tuple:
+        inputs = {name: tensor.clone() for name, tensor in batch.items()}
+        self._warm_up(lambda: self._plain(inputs))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            terms = self._plain(inputs)
+        return graph, inputs, terms
+
+    @staticmethod
+    def _warm_up(function: Callable) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+
+
+def train(stage: Stage, folder: Path, *, deadline: Deadline, seconds_before: float = 0.0) -> dict:
+    """Run `stage` until its last step or the deadline, from the checkpoint in `folder` if there is one.
+
+    Returns {"stage", "step", "steps", "done", "seconds", and the last validation}. Raises ValueError when the
+    checkpoint was made with other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    schedule = stage.schedule
+    optimiser = MuonAdamW(
+        stage.model,
+        muon_lr=schedule.muon_lr,
+        adam_lr=schedule.adam_lr,
+        weight_decay=schedule.weight_decay,
+        clip=schedule.clip,
+    )
+    step, spent, last = _resume(stage, optimiser, folder)
+    device = optimiser.parameters[0].device
+    backward = Backward(stage, optimiser, graphs=schedule.graphs and device.type == "cuda")
+    curve, began, saved = Curve(folder / "curve.csv", step), time.monotonic() - spent, time.monotonic()
+    while step < schedule.steps and not deadline.is_over:
+        optimiser.set_scale(schedule.scale(step))
+        terms = backward(stage.batch(step))
+        backward.update()
+        step += 1
+        is_last = step == schedule.steps
+        if step % schedule.log_every == 0 or is_last:
+            row = {"step": step, "lr_scale": schedule.scale(step - 1), **_floats(stage.name, step, terms)}
+            row["seconds"] = time.monotonic() - began
+            if step % schedule.validate_every == 0 or is_last:
+                last = stage.validate()
+                row |= last
+            curve.add(row)
+            _report(stage.name, schedule.steps, row)
+            if time.monotonic() - saved > SAVE_SECONDS:
+                _save(stage, optimiser, folder, step, time.monotonic() - began, last)
+                saved = time.monotonic()
+    spent = time.monotonic() - began
+    _save(stage, optimiser, folder, step, spent, last)
+    done = step >= schedule.steps
+    return {
+        "stage": stage.name,
+        "step": step,
+        "steps": schedule.steps,
+        "done": done,
+        "seconds": round(spent, 1),
+        **last,
+    }
+
+
+class Curve:
+    """curve.csv: one row a report, appended; rows past the checkpoint's step are dropped on resume."""
+
+    def __init__(self, path: Path, step: int):
+        self.path, self.rows = path, []
+        if path.is_file() and step:
+            with path.open(newline="", encoding="utf-8") as file:
+                self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+
+    def add(self, row: dict[str, float]) -> None:
+        self.rows.append({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
+        columns = list(dict.fromkeys(key for each in self.rows for key in each))
+        with self.path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows(self.rows)
+
+
+def _resume(stage: Stage, optimiser: MuonAdamW, folder: Path) -> tuple[int, float, dict]:
+    path = folder / "state.pt"
+    if not path.is_file():
+        return 0, 0.0, {}
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["digest"] != sha256_json(stage.digest_fields):
+        raise ValueError(
+            f"{path}: made with other settings than the {stage.name} stage has now; restore the settings, or delete "
+            f"{folder} to start over"
+        )
+    with torch.no_grad():
+        for name, tensor in stage.model.state_dict().items():
+            tensor.copy_(state["model"][name])
+    optimiser.load_state_dict(state["optimiser"])
+    return state["step"], state["seconds"], state["last"]
+
+
+def _save(stage: Stage, optimiser: MuonAdamW, folder: Path, step: int, seconds: float, last: dict) -> None:
+    state = {
+        "digest": sha256_json(stage.digest_fields),
+        "model": stage.model.state_dict(),
+        "optimiser": optimiser.state_dict(),
+        "step": step,
+        "seconds": seconds,
+        "last": last,
+    }
+    partial = folder / "state.pt.partial"
+    torch.save(state, partial)
+    partial.replace(folder / "state.pt")
+
+
+def _floats(name: str, step: int, terms: dict[str, Tensor]) -> dict[str, float]:
+    values = {key: float(term) for key, term in terms.items()}
+    if not values["loss"] == values["loss"]:
+        raise ValueError(f"{name}: the loss is not a number at step {step}; lower muon_lr and adam_lr")
+    return values
+
+
+def _report(name: str, steps: int, row: dict) -> None:
+    print(json.dumps({"stage": name, "steps": steps, **summary(row)}), file=sys.stderr, flush=True)
+
+
+def summary(row: dict) -> dict:
+    """Return a row rounded and without its values by position (name_1, name_2, ...), which stay in curve.csv."""
+    kept = {key: value for key, value in row.items() if not key.rsplit("_", 1)[-1].isdigit()}
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in kept.items()}
+
+
+def _clone(value):
+    return [item.clone() for item in value] if isinstance(value, list) else value.clone()

@@ -1,0 +1,164 @@
+"""Sample answers from the trained target at temperature 1: what drafter and weaver are trained on.
+
+Prompts are the training conversations up to their last answer, chosen by hash; those of the target's validation split
+stay the held-out split here. Answers end at <|im_end|> or at the cap.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tfm.target import Target
+from tfm.train.layout import Layout, stage_main
+from tfm.train.loop import Deadline
+from tfm.train.rows import Rows, fill_buckets, hash_of, is_held_out
+from tfm.train.settings import TrainSettings
+from tfm.train.target import load_frozen
+from tfm.train.text import TokenisedText
+from tfm.train.tokenizer import load_tokenizer
+from tfm.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Conversations as flat arrays; row i is tokens[offsets[i]:offsets[i + 1]], its answer begins at starts[i]."""
+
+    tokens: np.ndarray  # [total] uint16
+    offsets: np.ndarray  # [rows + 1] int64
+    starts: np.ndarray  # [rows] int64, length of the prompt
+    held_out: np.ndarray  # [rows] bool
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @staticmethod
+    def join(rows: list[tuple[np.ndarray, int, bool]]) -> "Samples":
+        lengths = [len(tokens) for tokens, _, _ in rows]
+        return Samples(
+            tokens=np.concatenate([tokens for tokens, _, _ in rows]).astype(np.uint16),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            starts=np.array([start for _, start, _ in rows], dtype=np.int64),
+            held_out=np.array([held for _, _, held in rows], dtype=bool),
+        )
+
+    def rows(self) -> list[tuple[np.ndarray, int, bool]]:
+        spans = zip(self.offsets[:-1], self.offsets[1:], strict=True)
+        return [
+            (self.tokens[low:high], int(start), bool(held))
+            for (low, high), start, held in zip(spans, self.starts, self.held_out, strict=True)
+        ]
+
+    def save(self, path: Path) -> None:
+        partial = path.with_suffix(".partial.npz")
+        np.savez_compressed(partial, **self.__dict__)
+        partial.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> "Samples":
+        with np.load(path) as arrays:
+            return Samples(**{name: arrays[name] for name in ("tokens", "offsets", "starts", "held_out")})
+
+
+def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline) -> dict:
+    """Sample part after part until all are there or the deadline; then join them. Returns what is done."""
+    folder = layout.stage("sample")
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = settings.sample
+    prompts = choose_prompts(TokenisedText.load(layout.require(layout.corpus, "tokenizer")), settings)
+    # similar lengths together: a part is padded to its longest prompt
+    prompts.sort(key=lambda prompt: len(prompt[0]))
+    parts = [prompts[at : at + plan.requests] for at in range(0, len(prompts), plan.requests)]
+    paths = [folder / f"part-{number:03d}.npz" for number in range(len(parts))]
+    eos = load_tokenizer(layout.weights("target")).eos_id
+    target = load_frozen(settings, layout, device)
+    for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
+        if deadline.is_over:
+            break
+        if not path.is_file():
+            generator = torch.Generator(device=device).manual_seed(settings.seed * 1_000_003 + number)
+            answers = sample_answers(
+                target, [tokens for tokens, _ in part], eos=eos, cap=plan.max_new_tokens, generator=generator
+            )
+            rows = zip(part, answers, strict=True)
+            Samples.join([(np.concatenate([p, a]), len(p), held) for (p, held), a in rows]).save(path)
+    made = [path for path in paths if path.is_file()]
+    report = {"stage": "sample", "step": len(made), "steps": len(parts), "done": len(made) == len(parts)}
+    if not report["done"]:
+        return report
+    rows = [row for path in made for row in Samples.load(path).rows()]
+    joined = Samples.join(rows)
+    joined.save(layout.samples)
+    answers = np.diff(joined.offsets) - joined.starts
+    return report | {
+        "conversations": len(joined),
+        "answer_tokens": int(answers.sum()),
+        "held_out": int(joined.held_out.sum()),
+    }
+
+
+def choose_prompts(text: TokenisedText, settings: TrainSettings) -> list[tuple[np.ndarray, bool]]:
+    """Return (prompt tokens, is held out) of the conversations with the smallest hashes, in text order."""
+    found, hashes = [], []
+    for index in range(len(text)):
+        tokens, mask = text.row(index)
+        prompt = tokens[: last_answer_start(mask)]
+        if 0 < len(prompt) <= settings.sample.max_prompt_tokens:
+            found.append((prompt, is_held_out(tokens, settings.text.held_out_every)))
+            hashes.append(hash_of(tokens))
+    order = sorted(range(len(found)), key=hashes.__getitem__)
+    return [found[place] for place in sorted(order[: settings.sample.conversations])]
+
+
+def last_answer_start(mask: np.ndarray) -> int:
+    """Return where the last run of True in `mask` begins (0 when there is none)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask]).astype(np.int8)) == 1)
+    return int(edges[-1]) if len(edges) else 0
+
+
+@torch.no_grad()
+def sample_answers(
+    target: Target, prompts: list[np.ndarray], *, eos: int, cap: int, generator: torch.Generator
+) -> list[np.ndarray]:
+    """Return an answer of at most `cap` tokens (an EOS that ends it included) for each prompt, at temperature 1."""
+    device = target.embed_weight.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    padded = np.zeros((len(prompts), max(len(prompt) for prompt in prompts)), dtype=np.int64)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    cache = target.new_cache(len(prompts), padded.shape[1] + cap)
+    roots = draw(target.prefill(torch.from_numpy(padded).to(device), lengths, cache).logits[:, 0], generator)
+    alive, emitted = torch.ones_like(roots, dtype=torch.bool), []
+    for count in range(1, cap + 1):
+        emitted.append(torch.where(alive, roots, -1))
+        alive = alive & (roots != eos)
+        if count == cap or not bool(alive.any()):
+            break
+        output = target.verify(DraftTree.root_only(roots), cache)
+        cache.commit(output.scratch, torch.where(alive, 0, -1)[:, None])
+        roots = torch.where(alive, draw(output.logits[:, 0], generator), roots)
+    table = torch.stack(emitted, dim=1).cpu().numpy()
+    return [row[row >= 0].astype(np.uint16) for row in table]
+
+
+def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Return one token a row of logits [R, vocab], by exponential races."""
+    race = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator)
+    return (logits.float().softmax(-1) / race).argmax(-1)
+
+
+def split_samples(samples: Samples, settings: TrainSettings, device) -> tuple[Rows, Rows]:
+    """Return (training Rows, held-out Rows) of the conversations whose answer has at least two tokens."""
+    longest = settings.sample.max_prompt_tokens + settings.sample.max_new_tokens
+    buckets = tuple(sorted({*(size for size in settings.text.buckets if size < longest), longest}))
+    sides: tuple[list, list] = ([], [])
+    for tokens, start, held in samples.rows():
+        if len(tokens) - start >= 2:
+            sides[held].append((tokens, start))
+    return tuple(Rows(fill_buckets(rows, buckets, device), settings.seed) for rows in sides)
+
+
+if __name__ == "__main__":
+    stage_main("sample", run, __doc__)
