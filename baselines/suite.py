@@ -101,7 +101,10 @@ def expand(config: dict) -> list[dict]:
 def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed, digests: dict | None = None) -> dict:
     """Return one cell with everything that decides its records; raises ValueError for names that are not allowed."""
     _one_of("dataset", dataset, config["datasets"])
-    parsed, (temperature, reasoning), seed = parse_variant(variant, config), parse_setting(setting), int(seed)
+    parsed, (temperature, reasoning) = parse_variant(variant, config), parse_setting(setting)
+    if not str(seed).isdigit():
+        raise ValueError(f"seed: {seed!r} is not allowed (allowed: an integer >= 0); write seed0, seed1, ...")
+    seed = int(seed)
     timed = parsed.staged or (parsed in headline(config) and seed == config["seeds"][0])
     knobs = {key: value for key, value in asdict(parsed).items() if key != "staged" and value is not None}
     decode = DecodeConfig(
@@ -125,7 +128,7 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
         "decode": asdict(decode),
         "clock": "stages" if parsed.staged else "wall" if timed else "off",
         "traced": parsed.staged,
-        "threads": "cores" if timed else 1,
+        "threads": config["torch_threads"],
         "device": config["device"],
         "dtype": config["dtype"],
         "reasoning": reasoning,

@@ -189,8 +189,9 @@ def identity(manifest: dict) -> dict:
     cell, decode = manifest["cell"], manifest["cell"]["decode"]
     row = {key: cell[key] for key in ("suite", "engine", "target", "dataset", "domain", "variant", "setting", "seed")}
     row |= {key: cell[key] for key in ("clock", "traced", "device", "dtype", "reasoning", "template")}
-    row |= {key: decode[key] for key in ("method", "temperature", "rule", "budget", "depth", "width", "children")}
+    row |= {key: decode[key] for key in ("method", "temperature", "rule", "budget", "width", "children")}
     row |= {key: decode[key] for key in ("candidates", "max_new_tokens", "requests", "gdn_backend")}
+    row["depth_limit"] = decode["depth"]  # a step's own `depth` is its tree's
     row["device_name"] = manifest["device"]["name"]
     row["torch_threads"] = manifest["device"]["torch_threads"]
     row["commit"] = manifest["environment"]["git"]["commit"]

@@ -48,20 +48,21 @@ rule decode_cell:
         source=cell_source,
     shell:
         "{PYTHON} {SCRIPTS}/decode_cell.py --cell {params.cell:q} --prompts {input.prompts}"
-        " --out $(dirname {output.manifest}) --threads {threads} --log {log} >> {log}"
+        " --out $(dirname {output.manifest}) --log {log} >> {log}"
 
 
+# a path that names no cell gets a message instead of "no rule to produce"
 rule refuse_cell:
     input:
         refusal,
     output:
         "<results>/cells/{path}/requests.parquet",
+        "<results>/cells/{path}/steps.parquet",
+        "<results>/cells/{path}/trees.parquet",
+        "<results>/cells/{path}/cell.json",
     wildcard_constraints:
-        path=".+",
+        path=NO_CELL,
     log:
         "<results>/cells/{path}/refused.log",
     shell:
         "false > {log}"
-
-
-ruleorder: decode_cell > refuse_cell

@@ -32,14 +32,20 @@ def alternatives(names):
     return "|".join(re.escape(str(name)) for name in names)
 
 
+ENGINE, TARGET, DATASET = (alternatives(names) for names in ([config["engine"]], [config["family"]], config["datasets"]))
+VARIANT = "|".join(suite.variant_pattern(method) for method in config["methods"])
+SETTING, SEED = r"t\d+(?:\.\d+)?(?:-think)?", "0|[1-9][0-9]*"
+NO_CELL = f"(?!(?:{ENGINE})/(?:{TARGET})/(?:{DATASET})/(?:{VARIANT})/{SETTING}/seed(?:{SEED})/[^/]*$).+"
+
+
 wildcard_constraints:
-    engine=alternatives([config["engine"]]),
-    target=alternatives([config["family"]]),
-    dataset=alternatives(config["datasets"]),
-    variant="|".join(suite.variant_pattern(method) for method in config["methods"]),
-    setting=r"t\d+(\.\d+)?(-think)?",
+    engine=ENGINE,
+    target=TARGET,
+    dataset=DATASET,
+    variant=VARIANT,
+    setting=SETTING,
     think="(-think)?",
-    seed="0|[1-9][0-9]*",
+    seed=SEED,
 
 
 def cell_of(wildcards):
@@ -61,7 +67,7 @@ def cell_source(wildcards):
 
 def cell_threads(wildcards):
     """Return all cores for a timed cell, which then runs alone, and 1 for the others."""
-    return workflow.cores or 1 if cell_of(wildcards)["threads"] == "cores" else 1
+    return 1 if cell_of(wildcards)["clock"] == "off" else workflow.cores or 1
 
 
 def cell_prompts(wildcards):
@@ -85,8 +91,6 @@ def refusal(wildcards):
     _, _, dataset, variant, setting, seed = parts
     checked(suite.parse_variant, variant, config)
     checked(suite.parse_setting, setting)
-    if not seed[4:].isdigit():
-        raise WorkflowError(f"seed: {seed!r} is not allowed (allowed: seed0, seed1, ...)")
     checked(suite.resolve_cell, config, dataset=dataset, variant=variant, setting=setting, seed=seed[4:])
     raise WorkflowError(f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}")
 

@@ -27,6 +27,7 @@ rule write_plan:
 rule make_tables:
     input:
         script=f"{SCRIPTS}/make_tables.py",
+        library=f"{SCRIPTS}/tables.py",
         plan="<results>/plan.json",
         requests=all_of_cells("requests.parquet"),
         steps=all_of_cells("steps.parquet"),
@@ -38,6 +39,7 @@ rule make_tables:
             table=config["tables"],
             form=["csv", "md", "tex"],
         ),
+        captions="<results>/tables/captions.json",
         summary="<results>/summary.json",
     log:
         "<results>/logs/make_tables.log",
@@ -50,6 +52,7 @@ rule make_figures:
     input:
         script=f"{SCRIPTS}/make_figures.py",
         tables=collect("<results>/tables/{table}.csv", table=config["tables"]),
+        captions="<results>/tables/captions.json",
     output:
         collect(
             "<results>/figures/{figure}.{form}",

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import datetime
-import importlib
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from progress import Progress, suite_from
 
-from baselines import METHODS
+from baselines import METHODS, resolve
 from tfm import checkpoints, device, manifest
 from tfm.cells import CellWriter, rerun_command
 from tfm.clock import Clock
@@ -33,7 +32,7 @@ WARM_UP_TOKENS = 8
 logger = logging.getLogger("decode_cell")
 
 
-def run_cell(cell: dict, *, prompts: Path, out: Path, threads: int, commit: str | None = None, suite=None) -> dict:
+def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None, suite=None) -> dict:
     """Decode the prompts that have no record yet, then write the cell's files; return its cell.json.
 
     Raises ValueError when the weights or prompts are not those of the cell, before any model is built.
@@ -44,7 +43,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, threads: int, commit: str 
     rows = read_prepared(prompts)
     source, prompts_sha256 = manifest.source_digest(METHODS[cell["decode"]["method"]]), manifest.sha256_file(prompts)
     digest = manifest.cell_digest(cell, source=source, prompts_sha256=prompts_sha256)
-    device.make_deterministic(threads=threads if cell["threads"] == "cores" else cell["threads"])
+    device.make_deterministic(threads=cell["threads"])
     with CellWriter(out, digest=digest) as writer, device.claim(device.check_device(cell["device"])) as where:
         resumed = len(writer.done)
         pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
@@ -78,7 +77,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, threads: int, commit: str 
 def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, progress: Progress, tokenizer) -> None:
     """Load the models, warm up when the cell is timed, and decode; each finished request goes to the writer."""
     models = load_models(cell, where)
-    proposer = resolve_method(config.method)(config, models)
+    proposer = resolve(config.method)(config, models)
     clock = Clock(cell["clock"], where)
     if cell["clock"] != "off":
         # no measured prompt: the first one's tokens in reverse
@@ -137,18 +136,11 @@ def check_weights(cell: dict) -> None:
             )
 
 
-def resolve_method(name: str):
-    """Return a method's proposer factory."""
-    module, _, attribute = METHODS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", required=True, help="the resolved cell, JSON text or @FILE")
     parser.add_argument("--prompts", required=True, type=Path, help="prepared prompts (prepare_prompts.py)")
     parser.add_argument("--out", required=True, type=Path, help="the cell's folder")
-    parser.add_argument("--threads", required=True, type=int, help="threads of a timed cell; others take one")
     parser.add_argument("--log", required=True, type=Path, help="file for everything but the progress line")
     parser.add_argument("--commit", help="commit of the code where this is no git checkout")
     return parser.parse_args(arguments)
@@ -163,8 +155,7 @@ def main() -> int:
     cell = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
     try:
         suite = suite_from(os.environ.get("TFM_PROGRESS"))
-        where = {"prompts": options.prompts, "out": options.out, "threads": options.threads}
-        result = run_cell(cell, **where, commit=options.commit, suite=suite)
+        result = run_cell(cell, prompts=options.prompts, out=options.out, commit=options.commit, suite=suite)
     except Exception as error:
         logger.exception("the cell failed")
         print(f"\ndecode_cell: {options.out}: {type(error).__name__}: {error} (log: {options.log})", file=sys.stderr)

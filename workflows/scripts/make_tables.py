@@ -30,12 +30,12 @@ TITLES = {
     "audit": "Audit of the acceptance rules",
 }
 NOTES = {
-    "headline": "tok/s: new tokens / wall of the prompt loop, prefill included, first seed; speedup: ratio of macro tok/s "
-    "to ar's, slow-downs shown as they are. tau: new tokens a step, the bonus token included (1 for ar by definition); "
-    "tau_exact leaves out the token sampled at prefill (1.0 when nothing is accepted); accepted: drafts a step, without "
-    "the bonus, trimmed to what was emitted. same_as_ar: outputs equal to ar's, of those compared.",
-    "latency": "Microseconds a step, from cells with stage timing; the levels verify and build split those stages. gdn is "
-    "the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
+    "headline": "tok/s: new tokens / wall of the prompt loop, prefill included, first seed; speedup: ratio of macro "
+    "tok/s to ar's, slow-downs shown as they are. tau: new tokens a step, the bonus token included (1 for ar by "
+    "definition); tau_exact leaves out the token sampled at prefill (1.0 when nothing is accepted); accepted: drafts a "
+    "step, without the bonus, trimmed to what was emitted. same_as_ar: outputs equal to ar's, of those compared.",
+    "latency": "Microseconds a step, from cells with stage timing; the levels verify and build split those stages. gdn "
+    "is the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
     "acceptance_by_position": "conditional: accepted at d given accepted at d - 1 and a tree that reaches d; "
     "unconditional: accepted at d, over steps whose tree reaches d. n counts steps of the conditional.",
     "budget": "Budgets are drafted nodes; the root is extra.",
@@ -54,8 +54,8 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     budget = config["budget"]
     parts = [
         f"{TITLES[name]}. {NOTES.get(name, '')}".strip(),
-        f"Suite {config['suite']} on {devices}, engine {config['engine']}, target {config['family']}, {config['dtype']}, "
-        f"protocol {config['protocol']}; timed cells decode one request at a time.",
+        f"Suite {config['suite']} on {devices}, engine {config['engine']}, target {config['family']}, "
+        f"{config['dtype']}, protocol {config['protocol']}; timed cells decode one request at a time.",
         f"Budget {budget} drafted nodes, {budget + 1} verified rows (the root is extra).",
         f"Prompts: {counts}; up to {config['max_new_tokens']} new tokens; intervals are 95 % bootstrap over prompts.",
     ]

@@ -1,6 +1,7 @@
 """Copy a finished suite into the tracked tree: records packed in one parquet a kind, tables, figures and summary."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -40,7 +41,7 @@ def pack(records_of: list[Path], out: Path) -> None:
 
 
 def load_published(folder: Path) -> Records:
-    """Return the records of a published folder; raises ValueError naming a file whose SHA-256 is not the recorded one."""
+    """Return the records of a published folder; raises ValueError naming a file that is damaged."""
     packed = json.loads((folder / "cells.json").read_text())
     for name, expected in packed["sha256"].items():
         if sha256_file(folder / name) != expected:
@@ -51,10 +52,8 @@ def load_published(folder: Path) -> Records:
 def private_words(root: Path) -> list[str]:
     """Return what must not be published: this machine's name, user, home and checkout path."""
     words = {socket.gethostname(), str(Path.home()), str(root.resolve()), os.environ.get("USER", "")}
-    try:
+    with contextlib.suppress(KeyError, OSError):
         words.add(getuser())
-    except (KeyError, OSError):
-        pass
     # a user called root, or a home "/", would match ordinary words
     return sorted(word for word in words if len(word) > 3 and word not in ("root", "/root", "localhost"))
 

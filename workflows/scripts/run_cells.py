@@ -5,7 +5,6 @@ import importlib.machinery
 import importlib.util
 import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -58,8 +57,10 @@ def run(options: argparse.Namespace) -> dict:
             break
         suite = {"cells": str(options.out / f"results/{cell['suite']}/cells"), "total": len(cells), "done": 0}
         try:
-            where = {"prompts": prompts_file(cell, options.out), "out": folder, "threads": options.threads}
-            result = run_cell(cell, **where, commit=options.commit, suite={**suite, "start": time.time()})
+            prompts = prompts_file(cell, options.out)
+            result = run_cell(
+                cell, prompts=prompts, out=folder, commit=options.commit, suite={**suite, "start": time.time()}
+            )
             done.append({"path": cell["path"], "seconds": result["seconds"]})
         except Exception as error:  # the other cells are still worth the machine's time; the exit code tells
             logging.exception("cell %d of %d: %s failed", number, len(cells), cell["path"])
@@ -73,7 +74,6 @@ def main() -> int:
     parser.add_argument("--list", required=True, type=Path, help="plan.json or JSON lines of resolved cells")
     parser.add_argument("--out", required=True, type=Path, help="folder that stands for the repository's root")
     parser.add_argument("--commit", required=True, help="commit of the code, recorded in every cell")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a timed cell (default: all)")
     parser.add_argument("--seconds", type=float, help="start no further cell after this long")
     parser.add_argument("--log", type=Path, help="file for everything but the progress line (default: stderr)")
     options = parser.parse_args()

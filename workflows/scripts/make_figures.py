@@ -1,0 +1,196 @@
+"""Draw all figures of a suite from its tables' csv files: pdf, svg and png, each with a caption in a text file."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import seaborn as sns
+
+DESCRIPTION = """
+Reads the tables' csv files and captions.json, never the records. Writes <figure>.{pdf,svg,png,txt} to --out.
+Last line of stdout: one JSON object.
+"""
+# one colour and one marker a method, everywhere; distinct for colour-blind readers and in grey
+COLOURS = {"ar": "#7f7f7f", "dflash": "#0072b2", "ddtree": "#e69f00", "tfm": "#009e73"}
+MARKERS = {"ar": "s", "dflash": "o", "ddtree": "^", "tfm": "D"}
+LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "tfm": "DFlash-TfM"}
+PARTS = {
+    "draft": "#0072b2",
+    "weaver_prefix": "#f0e442",
+    "grow": "#e69f00",
+    "build_other": "#b8860b",
+    "target_gemm": "#004d40",
+    "target_attention": "#26a69a",
+    "target_gdn": "#009e73",
+    "target_head": "#80cbc4",
+    "target_other": "#c8e6c9",
+    "accept": "#cc79a7",
+    "commit": "#d55e00",
+    "other": "#bdbdbd",
+}
+CAPTIONS = {
+    "throughput": ("per_set", "Tokens a second and speedup over ar by prompt set; bars with 95 % intervals."),
+    "tau": ("per_set", "Tokens a step (tau, the bonus token included) by prompt set, with 95 % intervals."),
+    "latency": ("latency", "Time of one step by stage, from cells with stage timing."),
+    "acceptance_by_position": ("acceptance_by_position", "Acceptance by draft position, with 95 % intervals."),
+    "budget": ("budget", "Tokens a step and accepted drafts against the number of drafted nodes, 95 % intervals."),
+}
+
+
+def throughput(tables: Path) -> plt.Figure:
+    """Return bars of tok/s and of speedup by set, a row a setting."""
+    frame = _methods(_read(tables, "per_set"))
+    return _bars(frame, {"tok_s": "tokens / s", "speedup": "speedup over ar"})
+
+
+def tau(tables: Path) -> plt.Figure:
+    """Return bars of tau and of accepted drafts by set, a row a setting."""
+    frame = _methods(_read(tables, "per_set"))
+    return _bars(frame, {"tau": "tokens a step (tau)", "accepted": "accepted drafts a step"})
+
+
+def latency(tables: Path) -> plt.Figure:
+    """Return one stacked bar of milliseconds a step for each method."""
+    frame = _read(tables, "latency")
+    figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    if "stage" not in frame:
+        return figure
+    wide = _methods(frame).dropna(subset=["stage"]).pivot(index="method", columns="stage", values="us") / 1e3
+    wide["build_other"] = (wide["build"] - wide["weaver_prefix"] - wide["grow"]).clip(lower=0)
+    methods = [method for method in reversed(COLOURS) if method in wide.index]
+    left = pd.Series(0.0, index=methods)
+    for part, colour in PARTS.items():
+        widths = wide.loc[methods, part]
+        names = [LABELS[method] for method in methods]
+        axis.barh(names, widths, left=left, color=colour, label=part, edgecolor="white", linewidth=0.4)
+        left = left + widths
+    axis.set_xlabel("milliseconds a step")
+    axis.legend(ncols=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
+    return figure
+
+
+def acceptance_by_position(tables: Path) -> plt.Figure:
+    """Return lines of conditional and unconditional acceptance, a row a setting."""
+    frame = _methods(_read(tables, "acceptance_by_position"))
+    columns = {"conditional": "accepted, given all before", "unconditional": "accepted"}
+    return _lines(frame, "position", columns, "draft position")
+
+
+def budget(tables: Path) -> plt.Figure:
+    """Return lines of tau and accepted against the budget."""
+    frame = _methods(_read(tables, "budget"))
+    frame = frame[frame["sweep"] == "budget"] if "sweep" in frame else frame
+    figure = _lines(
+        frame, "value", {"tau": "tokens a step (tau)", "accepted": "accepted drafts a step"}, "drafted nodes"
+    )
+    for axis in figure.axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted(frame["value"].unique()), labels=[f"{v:g}" for v in sorted(frame["value"].unique())])
+    return figure
+
+
+FIGURES = {
+    "throughput": throughput,
+    "tau": tau,
+    "latency": latency,
+    "acceptance_by_position": acceptance_by_position,
+    "budget": budget,
+}
+
+
+def save(figure: plt.Figure, out: Path, name: str, caption: str) -> None:
+    """Write the figure in all forms, without dates, so that the same tables give the same files."""
+    for form, metadata in (("pdf", {"CreationDate": None}), ("svg", {"Date": None}), ("png", {})):
+        figure.savefig(out / f"{name}.{form}", dpi=150, metadata=metadata)
+    (out / f"{name}.txt").write_text(caption + "\n")
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", required=True, type=Path, help="folder of the csv files")
+    parser.add_argument("--out", required=True, type=Path, help="folder of the figures")
+    parser.add_argument("--figures", required=True, nargs="+", choices=list(FIGURES), help="what to draw")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    sns.set_theme(style="whitegrid", rc={"svg.hashsalt": "tfm", "font.size": 9})
+    captions = json.loads((options.tables / "captions.json").read_text())
+    for name in options.figures:
+        table, text = CAPTIONS[name]
+        save(FIGURES[name](options.tables), options.out, name, f"{text} {captions.get(table, '')}".strip())
+    print(json.dumps({"figures": options.figures}))
+    return 0
+
+
+def _read(tables: Path, name: str) -> pd.DataFrame:
+    return pd.read_csv(tables / f"{name}.csv")
+
+
+def _methods(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.assign(method=frame["variant"].str.partition("-")[0])
+
+
+def _bars(frame: pd.DataFrame, columns: dict[str, str]) -> plt.Figure:
+    settings, sets = list(frame["setting"].unique()), list(frame["dataset"].unique())
+    size = (3 + 1.1 * len(sets) * len(columns), 2.6 * len(settings) + 0.6)
+    figure, axes = plt.subplots(len(settings), len(columns), figsize=size, squeeze=False, layout="constrained")
+    methods = [method for method in COLOURS if method in set(frame["method"])]
+    for row, setting in enumerate(settings):
+        part = frame[frame["setting"] == setting]
+        for axis, (column, label) in zip(axes[row], columns.items(), strict=True):
+            order = {"x": "dataset", "order": sets, "hue": "method", "hue_order": methods, "palette": COLOURS}
+            sns.barplot(part, y=column, ax=axis, errorbar=None, legend=False, **order)
+            _whiskers(axis, part, column, sets, methods)
+            axis.set(xlabel="", ylabel=label, title=_title(setting))
+            axis.tick_params(axis="x", rotation=20 if len(sets) > 4 else 0)
+            if column == "speedup":
+                axis.axhline(1, color="black", linewidth=0.8)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[method], label=LABELS[method]) for method in methods]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(methods), frameon=False)
+    return figure
+
+
+def _whiskers(axis, part: pd.DataFrame, column: str, sets: list[str], methods: list[str]) -> None:
+    indexed = part.set_index(["dataset", "method"])
+    for position, dataset in enumerate(sets):
+        for number, method in enumerate(methods):
+            if (dataset, method) in indexed.index and f"{column}_low" in indexed:
+                row = indexed.loc[(dataset, method)]
+                x = position + 0.8 * ((number + 0.5) / len(methods) - 0.5)
+                axis.vlines(x, row[f"{column}_low"], row[f"{column}_high"], color="black", linewidth=0.9)
+
+
+def _lines(frame: pd.DataFrame, x: str, columns: dict[str, str], label: str) -> plt.Figure:
+    settings = list(frame["setting"].unique())
+    size = (4.2 * len(columns), 2.8 * len(settings) + 0.6)
+    figure, axes = plt.subplots(len(settings), len(columns), figsize=size, squeeze=False, layout="constrained")
+    drawn = {}
+    for row, setting in enumerate(settings):
+        for axis, (column, text) in zip(axes[row], columns.items(), strict=True):
+            for method in COLOURS:
+                part = frame[(frame["setting"] == setting) & (frame["method"] == method)].dropna(subset=[column])
+                if len(part):
+                    below, above = part[column] - part[f"{column}_low"], part[f"{column}_high"] - part[column]
+                    style = {"color": COLOURS[method], "marker": MARKERS[method], "label": LABELS[method]}
+                    # an interval's end can pass the value by rounding
+                    error = [below.clip(lower=0), above.clip(lower=0)]
+                    drawn[method] = axis.errorbar(part[x], part[column], error, capsize=2, linewidth=1.4, **style)
+            axis.set(xlabel=label, ylabel=text, title=_title(setting))
+    handles = list(drawn.values())
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False)
+    return figure
+
+
+def _title(setting: str) -> str:
+    number, _, think = setting.removeprefix("t").partition("-")
+    return f"T = {number}" + (", reasoning on" if think else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

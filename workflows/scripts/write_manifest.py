@@ -1,0 +1,52 @@
+"""Write a suite's manifest: its cells with their digests, the code and machines, and the SHA-256 of every output."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tfm.manifest import environment, sha256_file, write_json
+
+DESCRIPTION = """
+Reads plan.json, the cells it lists, and the tables, figures, compare.csv and summary.json beside it. Writes
+manifest.json without host, user or absolute path. Last line of stdout: one JSON object.
+"""
+
+
+def manifest(plan: dict, folder: Path) -> dict:
+    """Return what made the suite's numbers."""
+    cells, devices, environments = {}, [], []
+    for cell in plan["cells"]:
+        facts = json.loads((Path(cell["path"]) / "cell.json").read_text())
+        keys = ("source_digest", "cell_digest", "prompts_sha256", "prompts", "started", "ended", "seconds", "files")
+        cells[cell["path"]] = {key: facts[key] for key in keys} | {"weights": facts["cell"]["weights_sha256"]}
+        devices += [facts["device"]] if facts["device"] not in devices else []
+        environments += [facts["environment"]] if facts["environment"] not in environments else []
+    outputs = sorted(
+        [*folder.glob("tables/*"), *folder.glob("figures/*"), folder / "compare.csv", folder / "summary.json"]
+    )
+    prompts = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("prompts/*/*.manifest.json"))}
+    return {
+        "config": plan["config"],
+        "cells": cells,
+        "devices": devices,
+        "environments": environments,
+        "reported_by": environment(),
+        "prompts": prompts,
+        "outputs": {path.relative_to(folder).as_posix(): sha256_file(path) for path in outputs},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
+    parser.add_argument("--out", required=True, type=Path, help="manifest.json")
+    options = parser.parse_args()
+    result = manifest(json.loads(options.plan.read_text()), options.plan.parent)
+    write_json(options.out, result)
+    print(json.dumps({"manifest": str(options.out), "cells": len(result["cells"]), "outputs": len(result["outputs"])}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
