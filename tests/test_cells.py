@@ -1,0 +1,270 @@
+"""Records survive kills, are whole or absent, and are refused when damaged."""
+
+import json
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from tfm import manifest
+from tfm.cells import KINDS, CellWriter, load_cells
+from tfm.trace import RequestTrace, StepTrace, TreeNode
+
+DECODE = {"method": "tfm", "temperature": 1, "rule": "target_only", "budget": 64, "depth": None, "width": 4}
+DECODE |= {"children": 8, "candidates": 64, "max_new_tokens": 48, "requests": 1, "gdn_backend": "solve"}
+CELL = {"suite": "toy", "engine": "torch", "target": "toy", "dataset": "set", "domain": "math", "variant": "tfm-b64-w4"}
+CELL |= {"setting": "t1", "seed": 0, "clock": "stages", "traced": True, "device": "cpu", "dtype": "float32"}
+CELL |= {"reasoning": False, "template": "paper", "decode": DECODE}
+FACTS = {"cell": CELL, "source_digest": "s", "prompts_sha256": "p", "device": {"name": "toy", "torch_threads": 1}}
+FACTS |= {"environment": {"git": {"commit": "abc"}}}
+
+
+def trace(name: str, index: int = 0) -> RequestTrace:
+    times = {
+        "draft": 1.5,
+        "build": 0.5,
+        "verify": 2.0,
+        "accept": 0.25,
+        "commit": 0.125,
+        "other": 0.1,
+        "target_gdn": 1.0,
+    }
+    step = StepTrace(0, 9, 65, 15, 2, 3, 3, 1.75, times)
+    node = TreeNode(0, 1, 0, 7, -0.5, 1, True)
+    return RequestTrace(name, index, 9, [1, 2, 3], "stop", 10.0, 4.475, [step], [node])
+
+
+def finished(folder, names=("a", "b")):
+    with CellWriter(folder, digest="d") as writer:
+        for index, name in enumerate(names):
+            writer.add(trace(name, index))
+        return writer.finish(list(names), FACTS)
+
+
+def test_a_finished_cell_reads_back_with_the_cell_in_every_row(tmp_path):
+    finished(tmp_path)
+    records = load_cells([tmp_path])
+    assert records.requests["id"].tolist() == ["a", "b"] and records.requests["new_tokens"].tolist() == [3, 3]
+    assert records.requests["wall_us"].tolist() == [14.475, 14.475]
+    for column, value in {"method": "tfm", "setting": "t1", "commit": "abc", "device_name": "toy"}.items():
+        assert set(records.requests[column]) == {value}
+    assert records.steps["accepted_untrimmed"].tolist() == [3, 3] and records.steps["target_gdn_us"].tolist() == [1, 1]
+    assert records.steps["id"].tolist() == ["a", "b"] and records.trees["token"].tolist() == [7, 7]
+
+
+def test_finals_replace_the_side_file(tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+        assert (tmp_path / "done.jsonl").exists()
+        writer.finish(["a"], FACTS)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["cell.json", "requests.parquet", "steps.parquet", "trees.parquet"]
+
+
+def test_trees_are_written_even_when_none_was_traced(tmp_path):
+    bare = trace("a")
+    bare.trees.clear()
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(bare)
+        writer.finish(["a"], FACTS)
+    table = pq.read_table(tmp_path / "trees.parquet")
+    assert table.num_rows == 0 and "log_prob" in table.column_names
+
+
+def test_a_killed_cell_goes_on_where_it_stopped(tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+    with CellWriter(tmp_path, digest="d") as writer:
+        assert list(writer.done) == ["a"] and writer.done["a"] == trace("a")
+        writer.add(trace("b", 1))
+        assert writer.finish(["a", "b"], FACTS)["files"]["requests.parquet"]["rows"] == 2
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_torn_last_line_is_dropped(tmp_path, cut):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+        writer.add(trace("b", 1))
+    side = tmp_path / "done.jsonl"
+    side.write_bytes(side.read_bytes()[:-cut])
+    with CellWriter(tmp_path, digest="d") as writer:
+        assert list(writer.done) == ["a"]
+        writer.add(trace("b", 1))
+    with CellWriter(tmp_path, digest="d") as writer:
+        assert list(writer.done) == ["a", "b"]
+
+
+def test_a_line_with_a_wrong_checksum_and_all_after_it_are_dropped(tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        for index, name in enumerate("abc"):
+            writer.add(trace(name, index))
+    side = tmp_path / "done.jsonl"
+    side.write_bytes(side.read_bytes().replace(b'"id":"b"', b'"id":"x"'))
+    with CellWriter(tmp_path, digest="d") as writer:
+        assert list(writer.done) == ["a"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"not json\n", b'{"sha256":"0","record":{}}\n', b'{"sha2'])
+def test_a_side_file_that_is_not_ours_starts_over(tmp_path, content):
+    (tmp_path / "done.jsonl").write_bytes(content)
+    with CellWriter(tmp_path, digest="d") as writer:
+        assert not writer.done
+        writer.add(trace("a"))
+    with CellWriter(tmp_path, digest="d") as writer:
+        assert list(writer.done) == ["a"]
+
+
+def test_another_digest_starts_over(tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+    with CellWriter(tmp_path, digest="e") as writer:
+        assert not writer.done
+
+
+def test_a_second_process_on_the_same_cell_stops(tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+        with pytest.raises(BlockingIOError, match="another process is running this cell"):
+            CellWriter(tmp_path, digest="d")
+        assert list(writer.done) == ["a"]
+
+
+def test_a_cell_without_all_prompts_is_not_finished(tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+        with pytest.raises(ValueError, match="1 of 2 prompts have no record, first 'b'"):
+            writer.finish(["a", "b"], FACTS)
+    assert not (tmp_path / "cell.json").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", ["half", "empty", "byte", "gone"])
+def test_damaged_records_are_refused_with_file_and_rerun_command(tmp_path, kind, damage):  # C117
+    finished(tmp_path)
+    path = tmp_path / f"{kind}.parquet"
+    data = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        middle = len(data) // 2
+        changed = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        path.write_bytes({"half": data[:middle], "empty": b"", "byte": changed}[damage])
+    with pytest.raises(ValueError) as error:
+        load_cells([tmp_path])
+    assert str(path) in str(error.value)
+    assert f"snakemake --cores all --force {tmp_path.as_posix()}/requests.parquet" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"cell": {}}'])
+def test_a_damaged_cell_json_is_refused(tmp_path, content):
+    finished(tmp_path)
+    (tmp_path / "cell.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "cell.json")) + ".*make it again: snakemake"):
+        load_cells([tmp_path])
+
+
+def test_missing_cells_are_listed_with_how_far_they_are(tmp_path):
+    with CellWriter(tmp_path / "half", digest="d") as writer:
+        writer.add(trace("a"))
+    records = load_cells([tmp_path / "half", tmp_path / "none"], allow_missing=True)
+    assert list(records.missing.values()) == ["incomplete, 1 requests done", "not run"]
+    with pytest.raises(ValueError, match="cell.json is missing"):
+        load_cells([tmp_path / "none"])
+
+
+def project(root, files: dict[str, str]):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+FILES = {
+    "tfm/__init__.py": "",
+    "tfm/decode.py": "import torch\nfrom tfm.tree import build\n",
+    "tfm/tree.py": "from tfm_kernels.gdn import ops\n",
+    "tfm/unused.py": "X = 1\n",
+    "kernels/gdn/__init__.py": "",
+    "kernels/gdn/ops.py": "def op(x):\n    return x + 1\n",
+    "kernels/gdn/csrc/op.cu": "// device code",
+    "baselines/__init__.py": 'METHODS = {"ar": "baselines.ar:make", "tfm": "baselines.tfm:make"}\n',
+    "baselines/ar.py": "from tfm.tree import build\n",
+    "baselines/tfm.py": "X = 2\n",
+}
+
+
+def test_the_closure_follows_imports_and_no_strings(tmp_path):
+    project(tmp_path, FILES)
+    found = manifest.import_closure(["tfm.decode", "baselines.ar"], tmp_path)
+    assert found == [
+        "baselines",
+        "baselines.ar",
+        "tfm",
+        "tfm.decode",
+        "tfm.tree",
+        "tfm_kernels.gdn",
+        "tfm_kernels.gdn.ops",
+    ]
+
+
+CHANGES = {
+    "comment": ("kernels/gdn/ops.py", "# why\ndef op(x):\n    return x + 1\n", False),
+    "docstring": ("kernels/gdn/ops.py", 'def op(x):\n    """Add."""\n    return x + 1\n', False),
+    "layout": ("kernels/gdn/ops.py", "def op(x):\n    return (x\n            + 1)\n", False),
+    "constant": ("kernels/gdn/ops.py", "def op(x):\n    return x + 2\n", True),
+    "operator": ("kernels/gdn/ops.py", "def op(x):\n    return x - 1\n", True),
+    "device_code": ("kernels/gdn/csrc/op.cu", "// other device code", True),
+    "module_of_this_method": ("baselines/ar.py", "from tfm.tree import build\nX = 3\n", True),
+    "module_of_another_method": ("baselines/tfm.py", "X = 9\n", False),
+    "module_nobody_imports": ("tfm/unused.py", "X = 9\n", False),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_the_source_digest_changes_with_the_code_that_decides_tokens(tmp_path, change):
+    project(tmp_path, FILES)
+    before = manifest.source_digest("baselines.ar:make", tmp_path)
+    path, text, differs = CHANGES[change]
+    project(tmp_path, {path: text})
+    assert (manifest.source_digest("baselines.ar:make", tmp_path) != before) == differs
+
+
+def test_an_unknown_method_module_is_an_error(tmp_path):
+    project(tmp_path, FILES)
+    with pytest.raises(FileNotFoundError, match="baselines.nope"):
+        manifest.source_digest("baselines.nope:make", tmp_path)
+
+
+def test_cell_digests_differ_by_code_config_and_prompts():
+    digests = {
+        manifest.cell_digest({"seed": seed}, source=source, prompts_sha256=prompts)
+        for seed in (0, 1)
+        for source in "st"
+        for prompts in "pq"
+    }
+    assert len(digests) == 8
+    one, other = ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    same = {manifest.cell_digest(cell, source="s", prompts_sha256="p") for cell in (one, other)}
+    assert len(same) == 1
+
+
+def test_the_digest_of_weights_covers_tensors_and_config_but_no_card(tmp_path):
+    project(tmp_path, {"model.safetensors": "x", "config.json": "{}", "README.md": "card"})
+    before = manifest.sha256_weights(tmp_path)
+    project(tmp_path, {"README.md": "better card"})
+    assert manifest.sha256_weights(tmp_path) == before
+    project(tmp_path, {"config.json": "{ }"})
+    assert manifest.sha256_weights(tmp_path) != before
+    assert manifest.sha256_weights(tmp_path / "none") is None
+
+
+def test_environment_facts_name_no_machine_user_or_path():
+    import getpass
+    import socket
+    from pathlib import Path
+
+    text = json.dumps(manifest.environment())
+    words = [socket.gethostname(), str(Path.cwd()), str(Path.home()), getpass.getuser()]
+    # names of two or three letters occur in ordinary words
+    assert not [word for word in words if len(word) > 3 and word in text]
