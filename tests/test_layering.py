@@ -1,0 +1,59 @@
+"""Imports point one way: kernels, tfm, baselines, workflows/scripts; each may import only what stands to its left."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ORDER = {"tfm_kernels": "kernels", "tfm": "tfm", "baselines": "baselines", "scripts": "workflows/scripts"}
+SOURCES = [
+    (package, path)
+    for package, folder in ORDER.items()
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "__pycache__" not in path.parts
+]
+
+
+def imported(path: Path, package: str) -> set[str]:
+    """Return the top-level names a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(package if node.level else node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize(
+    ("package", "path"), [pytest.param(*source, id=source[1].relative_to(ROOT).as_posix()) for source in SOURCES]
+)
+def test_a_file_imports_only_from_packages_to_its_left(package, path):
+    order = list(ORDER)
+    names = imported(path, package)
+    assert not names & set(order[order.index(package) + 1 :])
+    if package != "scripts":
+        scripts = {script.stem for script in (ROOT / ORDER["scripts"]).glob("*.py")}
+        assert not names & (scripts | {"workflows", "tests"})
+
+
+def test_the_folder_kernels_is_no_package():
+    # a widely installed package is called kernels, and transformers imports it when it is there
+    assert not (ROOT / "kernels/__init__.py").exists()
+    assert all("kernels" not in imported(path, package) for package, path in SOURCES)
+
+
+@pytest.mark.parametrize("name", ["tfm", "baselines", "kernels/gdn", "tfm/train", "tfm/data"])
+def test_package_inits_of_methods_import_no_module_of_ours(name):
+    # otherwise a method's source digest would reach every method
+    path = ROOT / name / "__init__.py"
+    if name != "kernels/gdn":
+        assert not imported(path, name.replace("/", ".")) & {"tfm", "baselines"}
+
+
+def test_the_loop_knows_no_method():
+    text = (ROOT / "tfm/decode.py").read_text()
+    names = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+    assert not names & {"ar", "dflash", "ddtree", "tfm"}
+    assert "baselines" not in imported(ROOT / "tfm/decode.py", "tfm")
