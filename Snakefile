@@ -19,6 +19,7 @@ pathvars:
 
 include: "workflows/rules/cells.smk"
 include: "workflows/rules/report.smk"
+include: "workflows/rules/train.smk"
 
 
 rule all:

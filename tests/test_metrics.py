@@ -95,7 +95,8 @@ def test_a_shallow_tree_says_nothing_about_deep_positions():
     deep, shallow = step(0, 3, depth=3), step(1, 1, depth=1)
     trace = RequestTrace("a", 0, 5, [0] * 7, "length", None, None, [deep, shallow])
     table = metrics.acceptance_by_position(arm([trace])[1])
-    assert table["unconditional"].tolist() == [1, 1, 1] and table["n"].tolist() == [2, 1, 1]
+    assert table["conditional"].tolist() == [1, 1, 1] and table["n"].tolist() == [2, 1, 1]
+    assert table["unconditional"].tolist() == [1, 0.5, 0.5] and table["unconditional"].sum() == (3 + 1) / 2
 
 
 def test_pooled_and_per_prompt_means_differ_and_are_both_there():  # C030
@@ -203,3 +204,10 @@ def test_identical_outputs_are_counted_on_shared_prompts():
 def test_verified_rows_are_the_budget_and_the_root():  # C019
     _, steps = arm([request("a", [1], nodes=65)])
     assert steps["nodes"].tolist() == [64 + 1]
+
+
+def test_a_ratio_over_nothing_is_empty():
+    one, _ = arm([request("a", [1]), request("b", [2], index=1)])
+    none, _ = arm([request("a", [0]), request("b", [0], index=1)])
+    estimate = metrics.ratio(one, none, "accepted")
+    assert all(math.isnan(number) for number in (estimate.value, estimate.low, estimate.high)) and estimate.n == 2

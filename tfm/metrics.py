@@ -98,15 +98,14 @@ def acceptance_by_position(steps: pd.DataFrame) -> pd.DataFrame:
     """Return, for each draft position d, how often the rule accepts it.
 
     conditional: P(accepted_untrimmed >= d | accepted_untrimmed >= d - 1 and the tree reaches depth d);
-    unconditional: P(accepted_untrimmed >= d) over steps whose tree reaches depth d; n counts the conditional's steps.
-    All steps of all prompts together; intervals over prompts.
+    unconditional: P(accepted_untrimmed >= d) over all steps, so that its sum over d is the mean accepted_untrimmed.
+    n counts the steps of the conditional. All steps of all prompts together; intervals over prompts.
     """
     rows, table = [], steps[[*KEY, "depth", "accepted_untrimmed"]]
     for position in range(1, int(table["depth"].max() if len(table) else 0) + 1):
-        reached = table[table["depth"] >= position]
-        hit = reached["accepted_untrimmed"] >= position
-        alive = reached["accepted_untrimmed"] >= position - 1
-        conditional, unconditional = _share(reached[alive], hit[alive]), _share(reached, hit)
+        hit = table["accepted_untrimmed"] >= position
+        alive = (table["depth"] >= position) & (table["accepted_untrimmed"] >= position - 1)
+        conditional, unconditional = _share(table[alive], hit[alive]), _share(table, hit)
         rows.append(
             {
                 "position": position,
@@ -117,7 +116,7 @@ def acceptance_by_position(steps: pd.DataFrame) -> pd.DataFrame:
                 "unconditional_low": unconditional.low,
                 "unconditional_high": unconditional.high,
                 "n": int(alive.sum()),
-                "n_unconditional": len(reached),
+                "n_unconditional": len(table),
             }
         )
     return pd.DataFrame(rows)
@@ -189,7 +188,8 @@ def _estimate(arms: list[pd.DataFrame], combine) -> Estimate:
         draws.append([(weights @ part[:, 0]) / (weights @ part[:, 1]) for part in parts])
     value = float(combine(*np.mean(values, axis=0)))
     low, high = np.percentile(combine(*np.mean(draws, axis=0)), [2.5, 97.5]) if len(arms[0]) > 1 else (np.nan, np.nan)
-    return Estimate(value, float(low), float(high), len(arms[0]))
+    # a ratio over nothing is empty, and so is an interval that reaches one
+    return Estimate(*(float(end) if np.isfinite(end) else float("nan") for end in (value, low, high)), len(arms[0]))
 
 
 def _resampling_weights(count: int, name: str) -> np.ndarray:

@@ -22,7 +22,7 @@ rule prepare_prompts:
         protocol=config["protocol"],
         think=think_flag,
     shell:
-        "{PYTHON} {SCRIPTS}/prepare_prompts.py --dataset {wildcards.dataset} --source {params.source} {params.data}"
+        "python workflows/scripts/prepare_prompts.py --dataset {wildcards.dataset} --source {params.source} {params.data}"
         " --pins {input.pins} --tokenizer {params.tokenizer} --target {wildcards.target} --limit {params.limit}"
         " --max-new-tokens {params.tokens} --context {params.context} --protocol {params.protocol} {params.think}"
         " --out {output.prompts} --manifest {output.manifest} > {log} 2>&1"
@@ -47,7 +47,7 @@ rule decode_cell:
         cell=cell_json,
         source=cell_source,
     shell:
-        "{PYTHON} {SCRIPTS}/decode_cell.py --cell {params.cell:q} --prompts {input.prompts}"
+        "python workflows/scripts/decode_cell.py --cell {params.cell:q} --prompts {input.prompts}"
         " --out $(dirname {output.manifest}) --log {log} >> {log}"
 
 
@@ -60,9 +60,9 @@ rule refuse_cell:
         "<results>/cells/{path}/steps.parquet",
         "<results>/cells/{path}/trees.parquet",
         "<results>/cells/{path}/cell.json",
-    wildcard_constraints:
-        path=NO_CELL,
     log:
         "<results>/cells/{path}/refused.log",
+    wildcard_constraints:
+        path=NO_CELL,
     shell:
         "false > {log}"

@@ -10,7 +10,9 @@ from baselines import METHODS, suite
 from snakemake.exceptions import WorkflowError
 from tfm.manifest import source_digest, weight_files
 
-PYTHON = sys.executable
+# rules say "python", so that a printed command works by itself; here it is the one that runs Snakemake
+shell.prefix(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
+PYTHON = "python"
 
 
 def checked(function, *arguments, **named):
@@ -24,7 +26,6 @@ def checked(function, *arguments, **named):
 config = checked(suite.resolve, config)
 DIGESTS = suite.weight_digests(config)
 CELLS = checked(suite.expand, config)
-SCRIPTS = "workflows/scripts"
 
 
 def alternatives(names):
@@ -32,7 +33,10 @@ def alternatives(names):
     return "|".join(re.escape(str(name)) for name in names)
 
 
-ENGINE, TARGET, DATASET = (alternatives(names) for names in ([config["engine"]], [config["family"]], config["datasets"]))
+ENGINE, TARGET, DATASET = (
+    alternatives(names)
+    for names in ([config["engine"]], [config["family"]], config["datasets"])
+)
 VARIANT = "|".join(suite.variant_pattern(method) for method in config["methods"])
 SETTING, SEED = r"t\d+(?:\.\d+)?(?:-think)?", "0|[1-9][0-9]*"
 NO_CELL = f"(?!(?:{ENGINE})/(?:{TARGET})/(?:{DATASET})/(?:{VARIANT})/{SETTING}/seed(?:{SEED})/[^/]*$).+"
@@ -79,20 +83,39 @@ def cell_prompts(wildcards):
 def cell_weights(wildcards):
     """Return the checkpoint files of the parts that a cell's method needs."""
     folders = cell_of(wildcards)["weights"].values()
-    return [file for folder in folders for file in weight_files(Path(folder)) or [f"{folder}/model.safetensors"]]
+    return [
+        file
+        for folder in folders
+        for file in weight_files(Path(folder)) or [f"{folder}/model.safetensors"]
+    ]
 
 
 def refusal(wildcards):
     """Say why a cell's path names no cell of the suite."""
     parts = wildcards.path.split("/")
     shape = f"results/{config['suite']}/cells/{config['engine']}/{config['family']}/DATASET/VARIANT/SETTING/seedN"
-    if len(parts) != 6 or parts[:2] != [config["engine"], config["family"]] or not parts[5].startswith("seed"):
-        raise WorkflowError(f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}")
+    if (
+        len(parts) != 6
+        or parts[:2] != [config["engine"], config["family"]]
+        or not parts[5].startswith("seed")
+    ):
+        raise WorkflowError(
+            f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}"
+        )
     _, _, dataset, variant, setting, seed = parts
     checked(suite.parse_variant, variant, config)
     checked(suite.parse_setting, setting)
-    checked(suite.resolve_cell, config, dataset=dataset, variant=variant, setting=setting, seed=seed[4:])
-    raise WorkflowError(f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}")
+    checked(
+        suite.resolve_cell,
+        config,
+        dataset=dataset,
+        variant=variant,
+        setting=setting,
+        seed=seed[4:],
+    )
+    raise WorkflowError(
+        f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}"
+    )
 
 
 def think_flag(wildcards):
@@ -115,18 +138,27 @@ def prompt_manifests():
     """Return the manifests of all prompt files that cells read."""
     names = {(cell["dataset"], "-think" if cell["reasoning"] else "") for cell in CELLS}
     head = f"results/{config['suite']}/prompts/{config['family']}"
-    return [f"{head}/{dataset}{think}.manifest.json" for dataset, think in sorted(names)]
+    return [
+        f"{head}/{dataset}{think}.manifest.json" for dataset, think in sorted(names)
+    ]
 
 
 def config_json(wildcards):
     """Return the checked config as JSON; the folder of real sets is machine-bound and decides nothing after prompts."""
-    return json.dumps({**config, "data": "local" if config["data"] else None}, sort_keys=True)
+    return json.dumps(
+        {**config, "data": "local" if config["data"] else None}, sort_keys=True
+    )
 
 
 def announce_progress():
     """Tell the cells' scripts how far the suite is; they print it."""
     done = sum(Path(file).exists() for file in all_of_cells("cell.json"))
-    facts = {"cells": f"results/{config['suite']}/cells", "total": len(CELLS), "done": done, "start": time.time()}
+    facts = {
+        "cells": f"results/{config['suite']}/cells",
+        "total": len(CELLS),
+        "done": done,
+        "start": time.time(),
+    }
     os.environ["TFM_PROGRESS"] = json.dumps(facts)
 
 

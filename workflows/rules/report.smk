@@ -12,7 +12,7 @@ localrules:
 
 rule write_plan:
     input:
-        script=f"{SCRIPTS}/write_plan.py",
+        script="workflows/scripts/write_plan.py",
     output:
         "<results>/plan.json",
     log:
@@ -21,13 +21,13 @@ rule write_plan:
         config=config_json,
         weights=json.dumps(DIGESTS, sort_keys=True),
     shell:
-        "{PYTHON} {input.script} --config {params.config:q} --out {output} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+        "python {input.script} --config {params.config:q} --out {output} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
 
 
 rule make_tables:
     input:
-        script=f"{SCRIPTS}/make_tables.py",
-        library=f"{SCRIPTS}/tables.py",
+        script="workflows/scripts/make_tables.py",
+        library="workflows/scripts/tables.py",
         plan="<results>/plan.json",
         requests=all_of_cells("requests.parquet"),
         steps=all_of_cells("steps.parquet"),
@@ -44,13 +44,13 @@ rule make_tables:
     log:
         "<results>/logs/make_tables.log",
     shell:
-        "{PYTHON} {input.script} --plan {input.plan} --out $(dirname {output.summary}) > {log} 2>&1"
+        "python {input.script} --plan {input.plan} --out $(dirname {output.summary}) > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"
 
 
 rule make_figures:
     input:
-        script=f"{SCRIPTS}/make_figures.py",
+        script="workflows/scripts/make_figures.py",
         tables=collect("<results>/tables/{table}.csv", table=config["tables"]),
         captions="<results>/tables/captions.json",
     output:
@@ -64,13 +64,13 @@ rule make_figures:
     params:
         figures=" ".join(config["figures"]),
     shell:
-        "{PYTHON} {input.script} --tables $(dirname {input.tables[0]}) --out $(dirname {output[0]})"
+        "python {input.script} --tables $(dirname {input.tables[0]}) --out $(dirname {output[0]})"
         " --figures {params.figures} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
 
 
 rule compare_paper:
     input:
-        script=f"{SCRIPTS}/compare_paper.py",
+        script="workflows/scripts/compare_paper.py",
         expected="workflows/config/expected.yaml",
         summary="<results>/summary.json",
     output:
@@ -78,13 +78,13 @@ rule compare_paper:
     log:
         "<results>/logs/compare_paper.log",
     shell:
-        "{PYTHON} {input.script} --expected {input.expected} --summary {input.summary} --out {output} > {log} 2>&1"
+        "python {input.script} --expected {input.expected} --summary {input.summary} --out {output} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"
 
 
 rule write_manifest:
     input:
-        script=f"{SCRIPTS}/write_manifest.py",
+        script="workflows/scripts/write_manifest.py",
         plan="<results>/plan.json",
         cells=all_of_cells("cell.json"),
         tables=rules.make_tables.output,
@@ -95,12 +95,12 @@ rule write_manifest:
     log:
         "<results>/logs/write_manifest.log",
     shell:
-        "{PYTHON} {input.script} --plan {input.plan} --out {output} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+        "python {input.script} --plan {input.plan} --out {output} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
 
 
 rule make_report:
     input:
-        script=f"{SCRIPTS}/make_report.py",
+        script="workflows/scripts/make_report.py",
         manifest="<results>/manifest.json",
         plan="<results>/plan.json",
     output:
@@ -108,14 +108,14 @@ rule make_report:
     log:
         "<results>/logs/make_report.log",
     shell:
-        "{PYTHON} {input.script} --plan {input.plan} --manifest {input.manifest} --out {output} > {log} 2>&1"
+        "python {input.script} --plan {input.plan} --manifest {input.manifest} --out {output} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"
 
 
 # not part of rule all: copies the finished suite's records, tables and figures into the tracked tree
 rule publish:
     input:
-        script=f"{SCRIPTS}/publish.py",
+        script="workflows/scripts/publish.py",
         report="<results>/report.html",
         plan="<results>/plan.json",
         trees=all_of_cells("trees.parquet"),
@@ -126,5 +126,5 @@ rule publish:
     params:
         name=config["suite"].removesuffix("-real"),
     shell:
-        "{PYTHON} {input.script} --plan {input.plan} --out results/published/{params.name} > {log} 2>&1"
+        "python {input.script} --plan {input.plan} --out results/published/{params.name} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"

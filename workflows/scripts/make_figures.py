@@ -11,6 +11,7 @@ import pandas as pd
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.ticker import MaxNLocator
 
 DESCRIPTION = """
 Reads the tables' csv files and captions.json, never the records. Writes <figure>.{pdf,svg,png,txt} to --out.
@@ -145,7 +146,7 @@ def _bars(frame: pd.DataFrame, columns: dict[str, str]) -> plt.Figure:
         part = frame[frame["setting"] == setting]
         for axis, (column, label) in zip(axes[row], columns.items(), strict=True):
             order = {"x": "dataset", "order": sets, "hue": "method", "hue_order": methods, "palette": COLOURS}
-            sns.barplot(part, y=column, ax=axis, errorbar=None, legend=False, **order)
+            sns.barplot(part, y=column, ax=axis, errorbar=None, saturation=1, legend=False, **order)
             _whiskers(axis, part, column, sets, methods)
             axis.set(xlabel="", ylabel=label, title=_title(setting))
             axis.tick_params(axis="x", rotation=20 if len(sets) > 4 else 0)
@@ -181,6 +182,7 @@ def _lines(frame: pd.DataFrame, x: str, columns: dict[str, str], label: str) -> 
                     # an interval's end can pass the value by rounding
                     error = [below.clip(lower=0), above.clip(lower=0)]
                     drawn[method] = axis.errorbar(part[x], part[column], error, capsize=2, linewidth=1.4, **style)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.set(xlabel=label, ylabel=text, title=_title(setting))
     handles = list(drawn.values())
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False)

@@ -37,7 +37,7 @@ NOTES = {
     "latency": "Microseconds a step, from cells with stage timing; the levels verify and build split those stages. gdn "
     "is the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
     "acceptance_by_position": "conditional: accepted at d given accepted at d - 1 and a tree that reaches d; "
-    "unconditional: accepted at d, over steps whose tree reaches d. n counts steps of the conditional.",
+    "unconditional: accepted at d, over all steps. n counts steps of the conditional.",
     "budget": "Budgets are drafted nodes; the root is extra.",
     "paired": "Same prompts and seeds in both arms, resampled together; n counts prompts present in both.",
     "audit": "expected_accepted is the lossless bound of the same steps; a rule above it is lossy. Values untrimmed.",
@@ -106,10 +106,10 @@ def to_latex(frame: pd.DataFrame, text: str, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(data: tables.Suite) -> dict:
+def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
     """Return the flat numbers people quote: name -> {value, low, high, n, unit}."""
     entries = {}
-    for row in tables.headline(data).to_dict("records"):
+    for row in frames["headline"].to_dict("records"):
         method, setting = row["variant"].split("-")[0], row["setting"].upper().replace("-", "_")
         for metric, unit in (
             ("tau", "tokens a step"),
@@ -120,7 +120,7 @@ def summary(data: tables.Suite) -> dict:
             entries[f"{metric}_{method}_{setting}"] = _entry(row, metric, unit)
         same = {"value": row.get("same_as_ar"), "n": row.get("compared")}
         entries[f"same_as_ar_{method}_{setting}"] = _entry(same, "value", "outputs")
-    for row in tables.paired(data).to_dict("records"):
+    for row in frames["paired"].to_dict("records"):
         if row["dataset"] == "macro":
             name = f"{row['metric']}_{row['pair'].replace(' - ', '_')}_{row['setting'].upper().replace('-', '_')}"
             unit = "drafts a step" if row["metric"] == "accepted" else "tokens a step"
@@ -153,9 +153,12 @@ def write_tables(plan: dict, records: Records, out: Path, *, allow_mixed: bool =
             f"these records do not belong in one table ({mix}); rerun the older cells, or pass --allow-mixed"
         )
     data, captions = tables.Suite.of(plan, records), {}
+    # the summary quotes these two, whether or not they are among the suite's tables
+    names = list(dict.fromkeys([*plan["config"]["tables"], "headline", "paired"]))
+    frames = {name: tables.TABLES[name](data) for name in names}
     (out / "tables").mkdir(parents=True, exist_ok=True)
     for name in plan["config"]["tables"]:
-        frame = tables.TABLES[name](data)
+        frame = frames[name]
         captions[name] = caption(name, data, note=mix)
         shown = readable(frame)
         texts = {
@@ -166,7 +169,7 @@ def write_tables(plan: dict, records: Records, out: Path, *, allow_mixed: bool =
         for form, text in texts.items():
             write_atomic(out / "tables" / f"{name}.{form}", text.encode())
     write_json(out / "tables/captions.json", captions)
-    write_json(out / "summary.json", summary(data))
+    write_json(out / "summary.json", summary(data, frames))
     return list(captions)
 
 

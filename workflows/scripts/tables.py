@@ -191,14 +191,12 @@ def _speed_and_acceptance(data: Suite, name: str, **fields) -> dict:
     reason = data.missing(name, **fields)
     if reason:
         return {"reason": reason}
-    row = _intervals(arm, INTERVALS)
-    speedup = metrics.ratio(arm, reference, "tok_s")
-    row |= {"speedup": speedup.value, "speedup_low": speedup.low, "speedup_high": speedup.high}
+    speedup, same = metrics.ratio(arm, reference, "tok_s"), metrics.identical_outputs(arm, reference)
+    row = {"tok_s": None, "speedup": speedup.value, "speedup_low": speedup.low, "speedup_high": speedup.high}
+    row |= _intervals(arm, INTERVALS)
+    n = row.pop("n")
     row |= {metric: metrics.mean(arm, metric).value for metric in POINTS}
-    same = metrics.identical_outputs(arm, reference)
-    row |= {"same_as_ar": same[0], "compared": same[1], "n": metrics.mean(arm, "tau").n, "seeds": arm["seed"].nunique()}
-    row["reason"] = ""
-    return row
+    return row | {"same_as_ar": same[0], "compared": same[1], "n": n, "seeds": arm["seed"].nunique(), "reason": ""}
 
 
 def _pair_rows(data: Suite, one: str, other: str, *, setting: str, dataset: str) -> list[dict]:
