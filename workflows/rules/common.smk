@@ -6,12 +6,18 @@ import sys
 import time
 from pathlib import Path
 
+# this checkout first, whatever an editable install of another one says
+sys.path.insert(0, str(workflow.basedir))
+
 from baselines import METHODS, suite
 from snakemake.exceptions import WorkflowError
 from tfm.manifest import source_digest, weight_files
 
 # rules say "python", so that a printed command works by itself; here it is the one that runs Snakemake
-shell.prefix(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
+shell.prefix(
+    f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+    f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; "
+)
 PYTHON = "python"
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
     """
     start = time.time()
     cell = {key: value for key, value in cell.items() if key not in ("path", "part")}
+    check_kernels()
     check_weights(cell)
     rows = read_prepared(prompts)
     source, prompts_sha256 = manifest.source_digest(METHODS[cell["decode"]["method"]]), manifest.sha256_file(prompts)
@@ -123,6 +125,15 @@ def load_models(cell: dict, where: torch.device) -> Models:
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
     target = checkpoints.load_target(weights["target"], device=where, dtype=dtype, tap_layers=taps)
     return Models(target.eval(), drafter and drafter.eval(), weaver and weaver.eval())
+
+
+def check_kernels() -> None:
+    """Raise ValueError when tfm_kernels is another checkout's, whose code the source digest does not cover."""
+    spec = importlib.util.find_spec("tfm_kernels")
+    places = [Path(place).resolve() for place in spec.submodule_search_locations] if spec else []
+    if (manifest.REPOSITORY / "kernels").resolve() not in places:
+        found = ", ".join(map(str, places)) or "not installed"
+        raise ValueError(f"tfm_kernels: {found}, not this checkout's kernels folder; run pip install -e . here")
 
 
 def check_weights(cell: dict) -> None:

@@ -1,0 +1,442 @@
+"""The DAG: refusals before any job, job counts, single cells, and a slice of the nano suite from prompts to report."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from baselines import METHODS, cli, suite
+from tfm import checkpoints
+from tfm.config import METHOD_PARTS
+from tfm.drafter import Drafter, DrafterConfig, init_drafter
+from tfm.target import Target, TargetConfig
+from tfm.weaver import Weaver, WeaverConfig, init_weaver
+
+ROOT = Path(__file__).resolve().parent.parent
+NANO = yaml.safe_load((ROOT / "workflows/config/nano.yaml").read_text())
+TOKENIZER = ROOT / "tfm/weights/nano/target/tokenizer.json"
+SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
+SLICE = [*SMALL, "budget=8", "width=2", "budgets=4", "audit=legacy_traversal"]
+CELL = "results/nano/cells/torch/nano/sample-math"
+
+
+def checkout(folder: Path, weights: Path) -> Path:
+    """A copy of the code to run in, so that a test never touches the results of the person who runs it."""
+    for name in ("workflows", "tfm", "baselines"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "weights"))
+    shutil.copy(ROOT / "Snakefile", folder)
+    (folder / "kernels").symlink_to(ROOT / "kernels")
+    (folder / "tfm/weights").mkdir()
+    (folder / "tfm/weights/nano").symlink_to(weights)
+    return folder
+
+
+def snakemake(folder: Path, *arguments: str, config=(), expect: int | None = 0) -> str:
+    """Run Snakemake in a folder; return everything it printed."""
+    call = [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *(["--config", *config] if config else [])]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    text = done.stdout + done.stderr
+    assert expect is None or done.returncode == expect, text[-4000:]
+    return text
+
+
+def jobs(text: str) -> dict[str, int]:
+    """The job counts of a dry run."""
+    table = text.partition("Job stats:")[2].partition("total")[0]
+    return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, flags=re.MULTILINE)}
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(tmp_path_factory) -> Path:
+    """A random family of the nano architecture in the public formats: the DAG does not care what was learned."""
+    folder, gdn, size = tmp_path_factory.mktemp("weights"), "linear_attention", 32
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    layers = (gdn, "full_attention")
+    target = Target(
+        TargetConfig(
+            2048, size, 2 * size, layers, **sizes, **linear, linear_value_head_dim=16, tie_word_embeddings=True
+        )
+    )
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    checkpoints.save_target(target, folder / "target")
+    shutil.copy(TOKENIZER, folder / "target")
+    drafter = Drafter(DrafterConfig(size, 2 * size, 2, 1, 16, ("full_attention",), (0, 1), 5, block_size=16))
+    init_drafter(drafter, 0)
+    checkpoints.save_drafter(drafter, folder / "drafter")
+    weaver = Weaver(
+        WeaverConfig(d_model=size, d_embed=size, d_rank=16, num_heads=2, mlp_dim=32, candidate_pool_size=64)
+    )
+    init_weaver(weaver, 0)
+    checkpoints.save_weaver(weaver, folder / "weaver")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, tiny_weights) -> Path:
+    """A checkout in which a small slice of the nano suite ran with one core, from prompts to the report page."""
+    folder = checkout(tmp_path_factory.mktemp("checkout"), tiny_weights)
+    snakemake(folder, config=SLICE)
+    return folder
+
+
+BAD = {  # C113: what is wrong -> (change, words of the message)
+    "seed_null": ({"seeds": None}, ["seeds: null", "integer >= 0"]),
+    "missing_budgets": ({"budgets": ...}, ["budgets: missing key"]),
+    "unknown_key": ({"buget": 3}, ["buget: unknown key", "did you mean budget?", "allowed keys:"]),
+    "temperature_negative": ({"temperatures": [-1]}, ["temperatures: -1", ">= 0"]),
+    "temperature_nan": ({"temperatures": [float("nan")]}, ["temperatures: nan", "finite"]),
+    "budget_zero": ({"budget": 0}, ["budget: 0", "integer >= 1"]),
+    "sweep_budget_zero": ({"budgets": [8, 0]}, ["budgets: 0", ">= 1"]),
+    "method_typo": (
+        {"methods": ["ar", "dflsh"]},
+        ["methods: 'dflsh'", "did you mean dflash?", "ar, dflash, ddtree, tfm"],
+    ),
+    "dataset_empty": ({"datasets": [""]}, ["datasets: ''", "sample-chat, sample-math, sample-code"]),
+    "dataset_typo": ({"datasets": ["sample-mat"]}, ["datasets: 'sample-mat'", "did you mean sample-math?"]),
+    "dataset_of_another_source": ({"datasets": ["gsm8k"]}, ["datasets: 'gsm8k'", "data=DIR"]),
+    "datasets_none": ({"datasets": []}, ["datasets: []", "at least one"]),
+    "side_elsewhere": ({"side": {"dataset": "gsm8k", "temperature": None}}, ["side.dataset: 'gsm8k'"]),
+    "side_key": ({"side": {"dataset": None, "temprature": 1}}, ["side.temprature: unknown key", "temperature?"]),
+    "data_nowhere": ({"data": "/nowhere/at/all"}, ["data: '/nowhere/at/all'", "not a folder"]),
+    "prompts_word": ({"prompts": "many"}, ["prompts: 'many'", "integer"]),
+    "legacy_in_headline": ({"methods": ["tfm-b64-w4-legacy_traversal"]}, ["methods:", "not allowed"]),
+    "device": ({"device": "gpu"}, ["device: 'gpu'", "cpu, cuda"]),
+    "two_at_once": ({"budget": 0, "buget": 1}, ["2 problems", "budget: 0", "buget: unknown key"]),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_config_is_refused_with_key_value_allowed_and_remedy(case):  # C113
+    change, words = BAD[case]
+    config = {key: value for key, value in {**NANO, **change}.items() if value is not ...}
+    with pytest.raises(ValueError) as error:
+        suite.resolve(config)
+    assert all(word in str(error.value) for word in [*words, "nothing was run"]), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("seeds=null", ["seeds: null"]),
+        ("buget=3", ["buget: unknown key", "did you mean budget?"]),
+        ("temperatures=-1", ["temperatures: -1"]),
+        ("budget=0", ["budget: 0"]),
+        ("methods=ar,dflsh", ["methods: 'dflsh'", "did you mean dflash?"]),
+        ("datasets=", ["datasets: ''"]),
+    ],
+)
+def test_bad_values_of_the_command_line_stop_before_any_job(argument, words):  # C113
+    text = snakemake(ROOT, "-n", config=[argument], expect=1)
+    assert all(word in text for word in words) and "Job stats" not in text, text[-2000:]
+    assert "Traceback" not in text
+
+
+def test_command_line_strings_are_typed_before_they_name_a_cell():  # C114
+    typed = suite.resolve({**NANO, "temperatures": "0.0,1", "seeds": "0,3", "budget": "16", "datasets": "sample-code"})
+    assert (typed["temperatures"], typed["seeds"], typed["budget"]) == ([0, 1], [0, 3], 16)
+    paths = {cell["path"] for cell in suite.expand(typed)}
+    assert "results/nano/cells/torch/nano/sample-code/ddtree-b16/t0/seed0" in paths
+
+
+def test_depth_beyond_the_drafters_rows_is_refused(tiny_weights):
+    with pytest.raises(ValueError, match=r"depth: 16 is not allowed \(allowed: 1 to 15, the drafter's rows\)"):
+        suite.resolve({**NANO, "weights": str(tiny_weights), "depth": 16})
+
+
+def test_names_spell_variants_both_ways():  # C114
+    config = suite.resolve({**NANO, "widths": [1, 2], "depths": [4], "candidate_counts": [16]})
+    cells = suite.expand(config)
+    assert len({cell["path"] for cell in cells}) == len(cells)
+    for cell in cells:
+        variant = suite.parse_variant(cell["variant"], config)
+        assert variant.name(config) == cell["variant"]
+        assert re.fullmatch(suite.variant_pattern(variant.method), cell["variant"])
+        fields = {key: cell[key] for key in ("dataset", "variant", "setting", "seed")}
+        assert suite.resolve_cell(config, **fields) == {k: v for k, v in cell.items() if k not in ("path", "part")}
+
+
+@pytest.mark.parametrize("name", ["tfm-b64", "tfm-b0-w4", "tfm-b064-w4", "tfm-b64-w4-k64", "ar-b4", "tfm-b64-w4-fast"])
+def test_a_name_that_is_no_variant_is_refused(name):
+    with pytest.raises(ValueError, match="variant: "):
+        suite.parse_variant(name, suite.resolve(NANO))
+
+
+def test_the_nano_suite_has_the_cells_its_readers_expect():
+    cells = suite.expand(suite.resolve(NANO))
+    timed = [cell for cell in cells if cell["clock"] == "wall"]
+    assert len(cells) == 48 and len(timed) == 24
+    assert all(cell["decode"]["requests"] == 1 for cell in cells if cell["clock"] != "off")
+    assert all(cell["seed"] == 0 for cell in timed) and all(cell["threads"] == 1 for cell in cells)
+    # greedy decoding has one seed; stages trace trees; rules that are audited never stand in the headline
+    assert {cell["seed"] for cell in cells if cell["setting"] == "t0"} == {0}
+    assert all(cell["traced"] == cell["variant"].endswith("-stages") for cell in cells)
+    assert {cell["part"] for cell in cells if "traversal" in cell["variant"]} == {"audit"}
+
+
+def test_real_sets_replace_the_embedded_ones(tmp_path):
+    config = suite.resolve({**NANO, "data": str(tmp_path)})
+    assert config["suite"] == "nano-real" and len(config["datasets"]) == 8 and config["prompts"] == 24
+    assert not [cell for cell in suite.expand(config) if "sample-" in cell["path"]]
+
+
+def test_schema_methods_are_those_that_exist():
+    schema = yaml.safe_load(suite.SCHEMA_FILE.read_text())
+    allowed = schema["properties"]["methods"]["items"]["enum"]
+    assert set(allowed) == set(METHODS) == set(METHOD_PARTS) == set(suite.KNOBS)
+    assert all("description" in entry for entry in schema["properties"].values())
+
+
+def test_a_dry_run_counts_its_jobs(tmp_path, tiny_weights):
+    folder = checkout(tmp_path, tiny_weights)
+    counts = jobs(snakemake(folder, "-n"))
+    assert counts == {"prepare_prompts": 3, "write_plan": 1, "decode_cell": 48, "all": 1} | dict.fromkeys(
+        ("make_tables", "make_figures", "compare_paper", "write_manifest", "make_report"), 1
+    )
+    # one more budget: a cell of ddtree and one of tfm
+    assert jobs(snakemake(folder, "-n", config=["budgets=8,16,32,48"]))["decode_cell"] == 50
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("sample-math/dflsh/t1/seed0", ["method: 'dflsh'", "did you mean dflash?"]),
+        ("sample-mth/ar/t1/seed0", ["dataset: 'sample-mth'", "did you mean sample-math?"]),
+        ("sample-math/tfm-b64/t1/seed0", ["variant: 'tfm-b64'", "tfm-bN-wN"]),
+        ("sample-math/ar/warm/seed0", ["setting: 'warm'", "t0.6"]),
+        ("sample-math/ar/t1/seed-1", ["seed: '-1'"]),
+        ("sample-math/ar/t1", ["is not a cell of suite nano", "DATASET/VARIANT/SETTING/seedN"]),
+    ],
+)
+def test_a_path_that_is_no_cell_gets_a_readable_error(cell, words):
+    path = f"results/nano/cells/torch/nano/{cell}/requests.parquet"
+    text = snakemake(ROOT, "-n", path, expect=1)
+    assert all(word in text for word in words), text[-2000:]
+
+
+def test_the_workflow_lints_but_for_containers():
+    text = snakemake(ROOT, "--lint", expect=None)
+    found = set(re.findall(r"^    \* (.*?)(?:\.:|:)$", text, flags=re.MULTILINE))
+    assert found <= {"Specify a conda environment or container for each rule"}, text
+
+
+def test_rules_are_formatted():
+    snakefmt = Path(sys.executable).with_name("snakefmt")
+    if not snakefmt.exists():
+        pytest.skip("snakefmt is not installed")
+    done = subprocess.run([snakefmt, "--check", "Snakefile", "workflows"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_suite_runs_end_to_end_with_one_core(finished):  # C119
+    out = finished / "results/nano"
+    headline = pd.read_csv(out / "tables/headline.csv")
+    assert set(headline["variant"]) == {"ar", "dflash", "ddtree-b8", "tfm-b8-w2"}
+    assert (headline["n"] == 2).all() and (headline["tok_s"] > 0).all()
+    # every method emits ar's tokens, greedy and at temperature 1
+    assert (headline["same_as_ar"] == headline["compared"]).all() and (headline["compared"] == 2).all()
+    summary = json.loads((out / "summary.json").read_text())
+    for name in [
+        f"{metric}_{method}_{t}" for metric in ("tau", "accepted") for method in METHODS for t in ("T0", "T1")
+    ]:
+        assert set(summary[name]) == {"value", "low", "high", "n", "unit"}, name
+    assert summary["cells"]["value"] == 15 and summary["suite_seconds"]["value"] > 0
+    compare = pd.read_csv(out / "compare.csv")
+    assert set(compare["status"]) == {"not comparable", "open"} and compare["reason"].notna().all()
+    for name in NANO["figures"]:
+        assert all((out / f"figures/{name}.{form}").stat().st_size > 0 for form in ("pdf", "svg", "png", "txt"))
+
+
+def test_stages_add_up_to_the_decode_wall(finished):
+    table = pd.read_csv(finished / "results/nano/tables/latency.csv")
+    for _, rows in table[table["level"] == "stage"].groupby("variant"):
+        assert abs(rows["share"].sum() - 1) < 0.01 and (rows["us"] >= -1).all()
+
+
+def test_captions_state_verified_rows_and_what_is_open(finished):  # C019
+    captions = json.loads((finished / "results/nano/tables/captions.json").read_text())
+    assert all("8 drafted nodes, 9 verified rows" in text and "Open: " in text for text in captions.values())
+    steps = pd.read_parquet(finished / CELL / "ddtree-b8/t1/seed0/steps.parquet")
+    assert (steps["nodes"] == 8 + 1).all()
+
+
+def test_the_report_page_stands_alone(finished):
+    page = (finished / "results/nano/report.html").read_text()
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page and "<script" not in page
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", page)
+    assert "What was not run" in page and "sha256" in page
+
+
+def test_a_second_call_does_nothing(finished):
+    assert "Nothing to be done" in snakemake(finished, config=SLICE)
+
+
+def test_one_cell_is_run_again_with_what_hangs_on_it(finished):  # C115
+    before = {path: path.stat().st_mtime_ns for path in finished.glob(f"{CELL}/*/*/*/cell.json")}
+    path = f"{CELL}/ar/t0/seed0"
+    counts = jobs(snakemake(finished, "-n", "-R", f"{path}/requests.parquet", config=SLICE))
+    assert counts["decode_cell"] == 1 and counts["make_tables"] == 1 and "prepare_prompts" not in counts
+    snakemake(finished, "--force", f"{path}/requests.parquet", config=SLICE)
+    after = {path: path.stat().st_mtime_ns for path in finished.glob(f"{CELL}/*/*/*/cell.json")}
+    assert [
+        changed.parent.relative_to(finished).as_posix() for changed in before if before[changed] != after[changed]
+    ] == [path]
+
+
+def test_a_new_value_runs_only_new_cells(finished):  # C107
+    counts = jobs(snakemake(finished, "-n", config=[*SLICE[:-2], "budgets=4,2", SLICE[-1]]))
+    assert counts["decode_cell"] == 2
+    counts = jobs(snakemake(finished, "-n", config=[*SLICE, "title=another"]))
+    assert "decode_cell" not in counts and counts["make_report"] == 1
+
+
+def test_code_of_one_method_makes_only_its_cells_stale(finished, tmp_path):  # C105
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder, symlinks=True)
+    assert "decode_cell" not in jobs(snakemake(folder, "-n", config=SLICE))
+    source = folder / "baselines/dflash.py"
+    source.write_text(source.read_text() + "\n# a comment\n")
+    assert "decode_cell" not in jobs(snakemake(folder, "-n", config=SLICE))
+    source.write_text(source.read_text() + "\nCHANGED = True\n")
+    assert jobs(snakemake(folder, "-n", config=SLICE))["decode_cell"] == 3
+
+
+@pytest.mark.parametrize("size", ["half", "empty"])
+def test_tables_refuse_a_truncated_record(finished, tmp_path, size):  # C117
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder, symlinks=True)
+    path = f"{CELL}/ar/t0/seed0/steps.parquet"
+    data = (folder / path).read_bytes()
+    (folder / path).write_bytes(data[: len(data) // 2] if size == "half" else b"")
+    done = tables(folder)
+    assert done.returncode == 2 and path in done.stderr
+    assert f"snakemake --cores all --force {CELL}/ar/t0/seed0/requests.parquet" in done.stderr
+
+
+def test_tables_refuse_mixed_source_digests_and_name_missing_cells(finished, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder, symlinks=True)
+    facts = folder / CELL / "tfm-b8-w2/t0/seed0/cell.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "source_digest": "0" * 64}))
+    done = tables(folder)
+    assert done.returncode == 2 and "source_digest of tfm" in done.stderr
+    assert tables(folder, "--allow-mixed").returncode == 0
+    assert "MIXED: source_digest of tfm" in (folder / "results/nano/tables/headline.md").read_text()
+    shutil.rmtree(facts.parent)
+    assert tables(folder, "--allow-missing").returncode == 0
+    headline = pd.read_csv(folder / "results/nano/tables/headline.csv").set_index(["variant", "setting"])
+    row = headline.loc[("tfm-b8-w2", "t0")]
+    assert pd.isna(row["tau"]) and "not run" in row["reason"]
+
+
+def tables(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    call = [sys.executable, "workflows/scripts/make_tables.py", "--plan", "results/nano/plan.json", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run([*call, "--out", "results/nano"], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_published_records_rebuild_their_tables(finished, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder, symlinks=True)
+    snakemake(folder, "publish", config=SLICE)
+    out = folder / "results/published/nano"
+    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 5 * 2**20
+    call = [sys.executable, "workflows/scripts/make_tables.py", "--plan", out / "plan.json", "--records", out]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    subprocess.run([*call, "--out", tmp_path / "again"], cwd=folder, env=environment, check=True, capture_output=True)
+    for path in sorted((out / "tables").glob("*.csv")):
+        assert path.read_bytes() == (tmp_path / "again/tables" / path.name).read_bytes(), path.name
+
+
+def test_a_legacy_rule_is_refused_in_the_headline(monkeypatch):
+    sys.path.insert(0, str(ROOT / "workflows/scripts"))
+    import tables as library
+
+    config = suite.resolve(NANO)
+    legacy = suite.parse_variant("tfm-b64-w4-legacy_traversal", config)
+    monkeypatch.setattr(suite, "headline", lambda _: [legacy])
+    data = library.Suite(config, suite.expand(suite.resolve(NANO)), None, pd.DataFrame())
+    with pytest.raises(ValueError, match="'legacy_traversal' is not allowed .*audit"):
+        library.headline(data)
+
+
+def test_a_killed_cell_resumes_and_equals_an_undisturbed_one(finished, tmp_path):
+    cell = json.loads((finished / CELL / "ar/t1/seed0/cell.json").read_text())
+    prompts, out = finished / "results/nano/prompts/nano/sample-math.jsonl", tmp_path / "cell"
+    resolved = suite_cell(finished, "ar", "t1")
+    code = "import decode_cell, sys; from tfm.cells import CellWriter; real = CellWriter.add\n"
+    code += "def add(self, trace):\n    real(self, trace)\n    raise SystemExit(9)\n"
+    code += "CellWriter.add = add if sys.argv.pop() == 'kill' else real\nsys.exit(decode_cell.main())"
+    environment = {**os.environ, "PYTHONPATH": f"{finished}:{finished}/workflows/scripts"}
+    call = [sys.executable, "-c", code, "--cell", json.dumps(resolved), "--prompts", prompts, "--out", out]
+    call += ["--log", tmp_path / "log"]
+    killed = subprocess.run([*call, "kill"], cwd=finished, env=environment, capture_output=True, text=True)
+    assert killed.returncode == 9, killed.stderr
+    assert not (out / "cell.json").exists() and len((out / "done.jsonl").read_text().splitlines()) == 2
+    subprocess.run([*call, "go"], cwd=finished, env=environment, check=True, capture_output=True)
+    assert json.loads((out / "cell.json").read_text())["resumed_requests"] == 1
+    assert json.loads((out / "cell.json").read_text())["cell_digest"] == cell["cell_digest"]
+    columns = ["id", "new_tokens", "steps", "output_sha256"]
+    one, other = (
+        pd.read_parquet(folder / "requests.parquet")[columns] for folder in (out, finished / CELL / "ar/t1/seed0")
+    )
+    pd.testing.assert_frame_equal(one, other)
+
+
+def suite_cell(folder: Path, variant: str, setting: str) -> dict:
+    plan = json.loads((folder / "results/nano/plan.json").read_text())
+    return next(cell for cell in plan["cells"] if (cell["variant"], cell["setting"]) == (variant, setting))
+
+
+def test_run_cells_needs_no_snakemake_and_gives_the_same_records(finished, tmp_path):
+    cell = suite_cell(finished, "dflash", "t0")
+    (tmp_path / "list").write_text(json.dumps(cell) + "\n")
+    shutil.copytree(finished / "results/nano/prompts", tmp_path / "out/results/nano/prompts")
+    call = [sys.executable, "workflows/scripts/run_cells.py", "--list", tmp_path / "list", "--out", tmp_path / "out"]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(
+        [*call, "--commit", "abc"], cwd=finished, env=environment, check=True, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {"cells": 1, "run": 1, "left": 0, "failed": {}}
+    facts, original = (
+        json.loads((root / cell["path"] / "cell.json").read_text()) for root in (tmp_path / "out", finished)
+    )
+    assert facts["cell_digest"] == original["cell_digest"] and facts["environment"]["git"]["commit"] == "abc"
+
+
+def test_resume_unlocks_and_goes_on(finished, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder, symlinks=True)
+    locks = folder / ".snakemake/locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    (locks / "0.output.lock").write_text(str(folder / CELL / "ar/t0/seed0/steps.parquet") + "\n")
+    assert cli.resume(["-n", "--cores", "1", "--config", *SLICE], folder=folder) == 0
+    assert not list(locks.glob("*"))
+
+
+def test_resume_refuses_where_nothing_can_be_resumed(tmp_path):
+    with pytest.raises(ValueError, match="no Snakefile"):
+        cli.resume([], folder=tmp_path)
+
+
+def test_resume_refuses_while_snakemake_is_alive(tmp_path):
+    (tmp_path / "Snakefile").write_text("rule all:\n")
+    sleeper = tmp_path / "snakemake"
+    sleeper.write_text("import time\ntime.sleep(60)\n")
+    with subprocess.Popen([sys.executable, str(sleeper)], cwd=tmp_path) as process:
+        try:
+            with pytest.raises(ValueError, match=f"snakemake is running here .process {process.pid}"):
+                cli.resume([], folder=tmp_path)
+        finally:
+            process.kill()
