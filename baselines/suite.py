@@ -367,6 +367,8 @@ def _typed(config: dict, schema: dict) -> dict:
 def _as_type(value, schema: dict):
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
+    if value == "null" and kinds != ["string"]:
+        return None
     if "array" in kinds and value is not None and not isinstance(value, list | dict):
         parts = value.split(",") if isinstance(value, str) else [value]
         value = [part.strip() if isinstance(part, str) else part for part in parts]

@@ -134,7 +134,7 @@ def test_bad_config_is_refused_with_key_value_allowed_and_remedy(case):  # C113
         ("temperatures=-1", ["temperatures: -1"]),
         ("budget=0", ["budget: 0"]),
         ("methods=ar,dflsh", ["methods: 'dflsh'", "did you mean dflash?"]),
-        ("datasets=", ["datasets: ''"]),
+        ("datasets=", ["datasets: null", "sample-chat, sample-math"]),
     ],
 )
 def test_bad_values_of_the_command_line_stop_before_any_job(argument, words):  # C113
@@ -228,7 +228,10 @@ def test_a_path_that_is_no_cell_gets_a_readable_error(cell, words):
 def test_the_workflow_lints_but_for_containers():
     text = snakemake(ROOT, "--lint", expect=None)
     found = set(re.findall(r"^    \* (.*?)(?:\.:|:)$", text, flags=re.MULTILINE))
-    assert found <= {"Specify a conda environment or container for each rule"}, text
+    # PYTHON: the training rules name the interpreter by a variable
+    allowed = {"Specify a conda environment or container for each rule"}
+    allowed |= {"Shell command directly uses variable PYTHON from outside of the rule"}
+    assert found <= allowed, text
 
 
 def test_rules_are_formatted():

@@ -14,7 +14,6 @@ rule prepare_prompts:
     params:
         source=config["source"],
         data=f"--data {shlex.quote(config['data'])}" if config["data"] else "",
-        tokenizer=f"{config['weights']}/target",
         tokenizer_sha256=DIGESTS["target"],
         limit=config["prompts"],
         tokens=config["max_new_tokens"],
@@ -23,7 +22,7 @@ rule prepare_prompts:
         think=think_flag,
     shell:
         "python workflows/scripts/prepare_prompts.py --dataset {wildcards.dataset} --source {params.source} {params.data}"
-        " --pins {input.pins} --tokenizer {params.tokenizer} --target {wildcards.target} --limit {params.limit}"
+        " --pins {input.pins} --tokenizer $(dirname {input.tokenizer}) --target {wildcards.target} --limit {params.limit}"
         " --max-new-tokens {params.tokens} --context {params.context} --protocol {params.protocol} {params.think}"
         " --out {output.prompts} --manifest {output.manifest} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"

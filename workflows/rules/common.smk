@@ -1,4 +1,5 @@
 # Everything that computes: validation, names, and the functions that rules call. Rules are data.
+import functools
 import json
 import os
 import shlex
@@ -70,9 +71,14 @@ def cell_json(wildcards):
     return json.dumps(cell_of(wildcards), sort_keys=True)
 
 
+@functools.cache
+def digest_of(method):
+    return source_digest(METHODS[method])
+
+
 def cell_source(wildcards):
     """Return the digest of the code that decides the cell's tokens: a change of it reruns the cells it made stale."""
-    return source_digest(METHODS[cell_of(wildcards)["decode"]["method"]])
+    return digest_of(cell_of(wildcards)["decode"]["method"])
 
 
 def cell_threads(wildcards):
@@ -106,7 +112,7 @@ def refusal(wildcards):
         or not parts[5].startswith("seed")
     ):
         raise WorkflowError(
-            f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}"
+            f"{wildcards.path} is not a cell of suite {config['suite']}; write it as {shape}"
         )
     _, _, dataset, variant, setting, seed = parts
     checked(suite.parse_variant, variant, config)
@@ -120,7 +126,7 @@ def refusal(wildcards):
         seed=seed[4:],
     )
     raise WorkflowError(
-        f"{'/'.join(parts)} is not a cell of suite {config['suite']}; write it as {shape}"
+        f"{wildcards.path} is not a cell of suite {config['suite']}; write it as {shape}"
     )
 
 
@@ -165,7 +171,7 @@ def announce_progress():
         "done": done,
         "start": time.time(),
     }
-    os.environ["TFM_PROGRESS"] = json.dumps(facts)
+    os.environ.update(TFM_PROGRESS=json.dumps(facts))
 
 
 onstart:

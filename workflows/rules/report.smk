@@ -64,7 +64,7 @@ rule make_figures:
     params:
         figures=" ".join(config["figures"]),
     shell:
-        "python {input.script} --tables $(dirname {input.tables[0]}) --out $(dirname {output[0]})"
+        "python {input.script} --tables $(dirname {input.captions}) --out $(dirname {input.captions})/../figures"
         " --figures {params.figures} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
 
 
