@@ -34,10 +34,13 @@ one conversation in {every}, by hash. Alpha is sum min(p, q) over draft rows; th
 argmax chain along answers sampled at temperature 1. The curves hold alpha by position.
 
 ## How it was trained
-Seed {seed}; recipe and sizes in `workflows/config/train_{family}.yaml`. The target learned next tokens, was rounded to
-bfloat16, and sampled answers to its training prompts at temperature 1. Drafter and weaver learned the rounded target's
-law along those answers with the LK loss, w KL + (1 - w)(1 - alpha); the weaver saw the drafter as it ships. Muon on
-matrices, AdamW elsewhere; warm-up, constant, linear decay.
+Seed {seed}; recipe and sizes in `workflows/config/train_{family}.yaml`. The target learned next tokens. Its logits
+were then multiplied by {sharpen:g} (through the final norm), which makes its law the trained one's at temperature
+{temperature:.3g}: a model this small is far less certain of its next token than the large ones that drafting is made
+for. On its own answers the entropy is {entropy:.2f} nats a token. Rounded to bfloat16, it sampled {conversations:,}
+answers ({answer_tokens:,} tokens) to its training prompts at temperature 1. Drafter and weaver learned its law along
+those answers with the LK loss, w KL + (1 - w)(1 - alpha); the weaver saw the drafter as it ships. Muon on matrices,
+AdamW elsewhere; warm-up, constant, linear decay.
 
 ## Data
 | source | conversations | licence | origin |
@@ -73,6 +76,8 @@ def run(settings: TrainSettings, layout: Layout, *, sources: Path = SOURCES) -> 
         "seed": settings.seed,
         "bytes": total,
         "parameters": {part: parameter_count(layout.weights(part)) for part in PARTS},
+        "sharpen": settings.sharpen,
+        "samples": json.loads((layout.stage("sample") / "facts.json").read_text(encoding="utf-8")),
         "final": {part: last_row(layout.stage(part) / "curve.csv") for part in PARTS},
         "text": json.loads(layout.text_manifest.read_text(encoding="utf-8")),
         "sha256": {path.relative_to(layout.exported).as_posix(): sha256_file(path) for path in files},
@@ -117,11 +122,16 @@ def model_card(settings: TrainSettings, facts: dict, sources: Path) -> str:
     missing = {"licence": "not listed", "from": "the file given as train_data"}
     origins = {name: missing | known.get(name, {}) for name in text["rows"]}
     chain = "alpha {val_alpha:.3f}, argmax chain {val_chain:.2f} tokens"
-    measures = {"target": "next-token loss {val_loss:.3f} nats", "drafter": chain, "weaver": chain}
+    measures = {"target": "next-token loss {val_loss:.3f} nats, before sharpening", "drafter": chain, "weaver": chain}
     return CARD.format(
         family=settings.family,
         seed=settings.seed,
         every=settings.text.held_out_every,
+        sharpen=settings.sharpen,
+        temperature=1 / settings.sharpen,
+        entropy=facts["samples"]["entropy_nats"],
+        conversations=facts["samples"]["conversations"],
+        answer_tokens=facts["samples"]["answer_tokens"],
         bytes=facts["bytes"],
         parts="\n".join(
             f"| {part} | {facts['parameters'][part]:,} | {final[part]['step']:.0f} | {measure.format(**final[part])} |"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tfm.manifest import write_json
 from tfm.target import Target
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline
@@ -20,6 +21,8 @@ from tfm.train.target import load_frozen
 from tfm.train.text import TokenisedText
 from tfm.train.tokenizer import load_tokenizer
 from tfm.tree import DraftTree
+
+ENTROPY_TOKENS, ENTROPY_BATCHES = 16384, 8  # padded tokens a batch, batches a bucket
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,14 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
     joined = Samples.join(rows)
     joined.save(layout.samples)
     answers = np.diff(joined.offsets) - joined.starts
-    return report | {
+    facts = {
         "conversations": len(joined),
         "answer_tokens": int(answers.sum()),
         "held_out": int(joined.held_out.sum()),
+        "entropy_nats": answer_entropy(target, split_samples(joined, settings, device)[1]),
     }
+    write_json(folder / "facts.json", facts)
+    return report | facts
 
 
 def choose_prompts(text: TokenisedText, settings: TrainSettings) -> list[tuple[np.ndarray, bool]]:
@@ -141,6 +147,20 @@ def sample_answers(
         roots = torch.where(alive, draw(output.logits[:, 0], generator), roots)
     table = torch.stack(emitted, dim=1).cpu().numpy()
     return [row[row >= 0].astype(np.uint16) for row in table]
+
+
+@torch.no_grad()
+def answer_entropy(target: Target, rows: Rows) -> float:
+    """Return the mean entropy in nats of the target's law at each token of the rows' answers."""
+    total, count = 0.0, 0
+    for batch in rows.fixed_batches(ENTROPY_TOKENS, ENTROPY_BATCHES):
+        log_probs = target(batch["tokens"]).logits.float().log_softmax(-1)
+        places = torch.arange(batch["tokens"].shape[1], device=log_probs.device)
+        # row i is the law of token i + 1
+        is_answer = (places + 1 >= batch["starts"][:, None]) & (places + 1 < batch["lengths"][:, None])
+        total += float((-(log_probs.exp() * log_probs).sum(-1) * is_answer).sum())
+        count += int(is_answer.sum())
+    return total / count
 
 
 def draw(logits: Tensor, generator: torch.Generator) -> Tensor:

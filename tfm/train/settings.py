@@ -71,6 +71,7 @@ class TrainSettings:
     text: TextSettings
     target_model: TargetConfig
     target: Schedule
+    sharpen: float  # the exported target's logits are the trained one's times this
     sample: SampleSettings
     drafter_model: DrafterConfig
     drafter: Schedule
@@ -103,7 +104,7 @@ def load_settings(path: Path | str, *, conversations: int | None = None) -> Trai
     parts = {}
     for stage in ("target", "drafter", "weaver"):
         section = raw.get(stage, {})
-        _refuse_unknown(stage, section, {"model", "train", "loss"})
+        _refuse_unknown(stage, section, {"model", "train", "sharpen" if stage == "target" else "loss"})
         parts[stage] = _build(f"{stage}.train", Schedule, section.get("train", {}))
     sample = raw.get("sample", {}) | ({} if conversations is None else {"conversations": conversations})
     return _check(
@@ -113,6 +114,7 @@ def load_settings(path: Path | str, *, conversations: int | None = None) -> Trai
             text=_build("text", TextSettings, raw.get("text", {})),
             target_model=TargetConfig.from_dict(raw["target"]["model"]),
             target=parts["target"],
+            sharpen=float(raw["target"].get("sharpen", 1.0)),
             sample=_build("sample", SampleSettings, sample),
             drafter_model=DrafterConfig.from_dict(raw["drafter"]["model"]),
             drafter=parts["drafter"],
@@ -126,6 +128,10 @@ def load_settings(path: Path | str, *, conversations: int | None = None) -> Trai
 
 
 def _check(settings: TrainSettings) -> TrainSettings:
+    if not 1.0 <= settings.sharpen <= 4.0:
+        raise ValueError(
+            f"target.sharpen: {settings.sharpen!r} is not allowed (allowed: 1.0 to 4.0); 1.0 changes nothing"
+        )
     hidden, layers = settings.target_model.hidden_size, len(settings.target_model.layer_types)
     wanted = {
         "drafter.model.hidden_size": (settings.drafter_model.hidden_size, hidden),

@@ -56,6 +56,7 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
         deadline=deadline,
     )
     if report["done"]:
+        sharpen(target, settings.sharpen)
         checkpoints.save_target(target, layout.weights("target"))
     return report | {"parameters": sum(p.numel() for p in target.parameters()), "train_tokens": kept.total_tokens}
 
@@ -63,6 +64,16 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
 def target_loss(target: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the mean next-token cross entropy in nats over all real tokens, prompts included."""
     return next_token_loss(target(batch["tokens"]).logits, batch["tokens"], batch["lengths"])
+
+
+@torch.no_grad()
+def sharpen(target: Target, factor: float) -> None:
+    """Multiply the logits by `factor` through the final norm: the law becomes the old one at temperature 1 / factor.
+
+    A model of this size is far less certain than a 27B; sharpened, its tokens are about as predictable as drafting
+    methods are made for. The card states the factor and the entropy.
+    """
+    target.norm.weight.copy_((1.0 + target.norm.weight) * factor - 1.0)
 
 
 def init_target(target: Target, seed: int) -> None:
