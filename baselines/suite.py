@@ -62,17 +62,18 @@ class Variant:
         return "-".join([*parts, STAGED] if self.staged else parts)
 
 
-def resolve(raw: dict) -> dict:
+def resolve(raw: dict, *, given: dict | None = None) -> dict:
     """Return the checked config of a suite with command-line strings typed and the section `real` applied.
 
+    `given` holds the values of the command line, already merged into `raw`: they win over the section `real` too.
     Raises ValueError listing every problem with its key, value, allowed values and remedy.
     """
     schema = yaml.safe_load(SCHEMA_FILE.read_text())
     config = _typed({"widths": [], "candidate_counts": [], "depths": [], "open": [], **raw}, schema)
     _raise_if(_schema_problems(config, schema))
     if config.get("data"):
-        given = {key: value for key, value in config.items() if key != "real"}
-        config = _typed({**given, **config.get("real", {})}, schema)
+        real = {**config.pop("real", {}), **(given or {})}
+        config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
     config = {"data": None, "width": None, "depth": None, "title": config["suite"], **config}
     config.pop("real", None)

@@ -189,6 +189,8 @@ def test_real_sets_replace_the_embedded_ones(tmp_path):
     config = suite.resolve({**NANO, "data": str(tmp_path)})
     assert config["suite"] == "nano-real" and len(config["datasets"]) == 8 and config["prompts"] == 24
     assert not [cell for cell in suite.expand(config) if "sample-" in cell["path"]]
+    given = {"data": str(tmp_path), "prompts": 3}
+    assert suite.resolve({**NANO, **given}, given=given)["prompts"] == 3
 
 
 def test_schema_methods_are_those_that_exist():

@@ -30,7 +30,7 @@ def checked(function, *arguments, **named):
         raise WorkflowError(str(error)) from None
 
 
-config = checked(suite.resolve, config)
+config = checked(suite.resolve, config, given=workflow.config_settings.config)
 DIGESTS = suite.weight_digests(config)
 CELLS = checked(suite.expand, config)
 

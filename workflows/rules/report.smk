@@ -29,9 +29,7 @@ rule make_tables:
         script="workflows/scripts/make_tables.py",
         library="workflows/scripts/tables.py",
         plan="<results>/plan.json",
-        requests=all_of_cells("requests.parquet"),
-        steps=all_of_cells("steps.parquet"),
-        manifests=all_of_cells("cell.json"),
+        cells=all_of_cells("cell.json"),
         prompts=prompt_manifests(),
     output:
         tables=collect(
@@ -118,7 +116,6 @@ rule publish:
         script="workflows/scripts/publish.py",
         report="<results>/report.html",
         plan="<results>/plan.json",
-        trees=all_of_cells("trees.parquet"),
     output:
         touch("<results>/published.done"),
     log:
