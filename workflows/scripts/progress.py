@@ -1,6 +1,7 @@
 """How far a cell and its suite are, on stderr: one line that updates in a terminal, a line now and then in a pipe."""
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -47,7 +48,7 @@ class Progress:
         eta = f", {clock((now - self.start) / fresh * (self.prompts - self.done))} left in the cell" if fresh else ""
         tokens = f" + {self.tokens} tokens" if self.tokens else ""
         text = f"{self._suite(0)}{self.name}: prompt {self.done}/{self.prompts}{tokens}{eta}{self._left(0)}"
-        print(f"\r\033[K{text[:150]}" if self._terminal else text, file=self.stream, end="" if self._terminal else "\n")
+        print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if self._terminal else text, file=self.stream, end="" if self._terminal else "\n")
         self.stream.flush()
 
     def _done_cells(self) -> int:
