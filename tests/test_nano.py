@@ -24,10 +24,10 @@ NEAR_TIE = 1e-4  # seams: a first difference passes only where the two best nois
 
 
 @cache
-def models() -> Models:
-    drafter = load_drafter(WEIGHTS / "drafter")
-    target = load_target(WEIGHTS / "target", tap_layers=drafter.config.target_layer_ids)
-    return Models(target, drafter, load_weaver(WEIGHTS / "weaver"))
+def models(device: str = "cpu") -> Models:
+    drafter = load_drafter(WEIGHTS / "drafter", device=device)
+    target = load_target(WEIGHTS / "target", tap_layers=drafter.config.target_layer_ids, device=device)
+    return Models(target, drafter, load_weaver(WEIGHTS / "weaver", device=device))
 
 
 @cache
@@ -43,16 +43,15 @@ def embedded_prompts() -> tuple[Prompt, ...]:
 
 
 @cache
-def outputs(method: str, temperature: float, requests: int, rule: str = "target_only", prompts: int | None = None):
+def outputs(method: str, temperature: float, requests: int, rule: str = "target_only", device: str = "cpu"):
     budget = {"ddtree": 64, "tfm": 64}.get(method)
     config = DecodeConfig(
         method=method, temperature=temperature, rule=rule, budget=budget, max_new_tokens=NEW_TOKENS,
         eos_tokens=models().target.config.eos_token_id, requests=requests,
     )  # fmt: skip
     done = {}
-    proposer = baselines.resolve(method)(config, models())
-    chosen = list(embedded_prompts()[:prompts])
-    decode(chosen, models(), config, proposer=proposer, on_finish=lambda trace: done.__setitem__(trace.id, trace))
+    proposer, prompts = baselines.resolve(method)(config, models(device)), list(embedded_prompts())
+    decode(prompts, models(device), config, proposer=proposer, on_finish=lambda t: done.__setitem__(t.id, t))
     return done
 
 
@@ -69,20 +68,34 @@ def first_difference(prompt: Prompt, expected: list[int], got: list[int], temper
     return at, float(best[0] - best[1])
 
 
+def assert_identical(method: str, temperature: float, requests: int, device: str) -> None:
+    expected = outputs("ar", temperature, 1, device=device)
+    got = outputs(method, temperature, requests, device=device)
+    differences = []
+    for prompt in embedded_prompts():
+        pair = (expected[prompt.id].output_tokens, got[prompt.id].output_tokens)
+        if pair[0] != pair[1]:
+            differences.append((prompt.id, *first_difference(prompt, *pair, temperature)))
+    same = len(expected) - len(differences)
+    print(f"{device} {method} T={temperature} R={requests}: {same} of {len(expected)} identical {differences}")
+    assert all(gap < NEAR_TIE for *_, gap in differences), differences
+    assert device != "cpu" or not differences, f"near ties on committed prompts: {differences}"
+
+
 @pytest.mark.parametrize("requests", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
 def test_every_method_emits_the_tokens_of_ar(method, temperature, requests):
     """At temperature 0 the rule is greedy, at 1 target_only; fp32, all embedded prompts, alone and four together."""
-    expected, got = outputs("ar", temperature, 1), outputs(method, temperature, requests)
-    differences = []
-    for prompt in embedded_prompts():
-        if expected[prompt.id].output_tokens != got[prompt.id].output_tokens:
-            pair = (expected[prompt.id].output_tokens, got[prompt.id].output_tokens)
-            differences.append((prompt.id, *first_difference(prompt, *pair, temperature)))
-    print(f"{method} T={temperature} R={requests}: {len(expected) - len(differences)} of {len(expected)} identical")
-    assert all(gap < NEAR_TIE for *_, gap in differences), differences
-    assert not differences, f"near ties on committed prompts: {differences}"
+    assert_identical(method, temperature, requests, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [1, 16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
+def test_every_method_emits_the_tokens_of_ar_on_cuda(method, temperature, requests):
+    assert_identical(method, temperature, requests, "cuda")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
