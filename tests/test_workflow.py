@@ -1,4 +1,4 @@
-"""The DAG: refusals before any job, job counts, single cells, and a slice of the nano suite from prompts to report."""
+"""The DAG: job counts, single cells, and a slice of the nano suite from prompts to report."""
 
 import json
 import os
@@ -10,77 +10,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
-import yaml
+from workflow_runs import NANO, ROOT, checkout, jobs, snakemake, write_tiny_family
 
 from baselines import METHODS, cli, suite
-from tfm import checkpoints
-from tfm.config import METHOD_PARTS
-from tfm.drafter import Drafter, DrafterConfig, init_drafter
-from tfm.target import Target, TargetConfig
-from tfm.weaver import Weaver, WeaverConfig, init_weaver
 
-ROOT = Path(__file__).resolve().parent.parent
-NANO = yaml.safe_load((ROOT / "workflows/config/nano.yaml").read_text())
-TOKENIZER = ROOT / "tfm/weights/nano/target/tokenizer.json"
 SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
 SLICE = [*SMALL, "budget=8", "width=2", "budgets=4", "audit=legacy_traversal"]
 CELL = "results/nano/cells/torch/nano/sample-math"
 
 
-def checkout(folder: Path, weights: Path) -> Path:
-    """A copy of the code to run in, so that a test never touches the results of the person who runs it."""
-    for name in ("workflows", "tfm", "baselines"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "weights"))
-    shutil.copy(ROOT / "Snakefile", folder)
-    (folder / "kernels").symlink_to(ROOT / "kernels")
-    (folder / "tfm/weights").mkdir()
-    (folder / "tfm/weights/nano").symlink_to(weights)
-    return folder
-
-
-def snakemake(folder: Path, *arguments: str, config=(), expect: int | None = 0) -> str:
-    """Run Snakemake in a folder; return everything it printed."""
-    call = [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *(["--config", *config] if config else [])]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    text = done.stdout + done.stderr
-    assert expect is None or done.returncode == expect, text[-4000:]
-    return text
-
-
-def jobs(text: str) -> dict[str, int]:
-    """The job counts of a dry run."""
-    table = text.partition("Job stats:")[2].partition("total")[0]
-    return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, flags=re.MULTILINE)}
-
-
 @pytest.fixture(scope="session")
 def tiny_weights(tmp_path_factory) -> Path:
-    """A random family of the nano architecture in the public formats: the DAG does not care what was learned."""
-    folder, gdn, size = tmp_path_factory.mktemp("weights"), "linear_attention", 32
-    torch.manual_seed(0)
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
-    layers = (gdn, "full_attention")
-    target = Target(
-        TargetConfig(
-            2048, size, 2 * size, layers, **sizes, **linear, linear_value_head_dim=16, tie_word_embeddings=True
-        )
-    )
-    for parameter in target.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    checkpoints.save_target(target, folder / "target")
-    shutil.copy(TOKENIZER, folder / "target")
-    drafter = Drafter(DrafterConfig(size, 2 * size, 2, 1, 16, ("full_attention",), (0, 1), 5, block_size=16))
-    init_drafter(drafter, 0)
-    checkpoints.save_drafter(drafter, folder / "drafter")
-    weaver = Weaver(
-        WeaverConfig(d_model=size, d_embed=size, d_rank=16, num_heads=2, mlp_dim=32, candidate_pool_size=64)
-    )
-    init_weaver(weaver, 0)
-    checkpoints.save_weaver(weaver, folder / "weaver")
-    return folder
+    return write_tiny_family(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="session")
@@ -89,115 +30,6 @@ def finished(tmp_path_factory, tiny_weights) -> Path:
     folder = checkout(tmp_path_factory.mktemp("checkout"), tiny_weights)
     snakemake(folder, config=SLICE)
     return folder
-
-
-BAD = {  # C113: what is wrong -> (change, words of the message)
-    "seed_null": ({"seeds": None}, ["seeds: null", "integer >= 0"]),
-    "missing_budgets": ({"budgets": ...}, ["budgets: missing key"]),
-    "unknown_key": ({"buget": 3}, ["buget: unknown key", "did you mean budget?", "allowed keys:"]),
-    "temperature_negative": ({"temperatures": [-1]}, ["temperatures: -1", ">= 0"]),
-    "temperature_nan": ({"temperatures": [float("nan")]}, ["temperatures: nan", "finite"]),
-    "budget_zero": ({"budget": 0}, ["budget: 0", "integer >= 1"]),
-    "sweep_budget_zero": ({"budgets": [8, 0]}, ["budgets: 0", ">= 1"]),
-    "method_typo": (
-        {"methods": ["ar", "dflsh"]},
-        ["methods: 'dflsh'", "did you mean dflash?", "ar, dflash, ddtree, tfm"],
-    ),
-    "dataset_empty": ({"datasets": [""]}, ["datasets: ''", "sample-chat, sample-math, sample-code"]),
-    "dataset_typo": ({"datasets": ["sample-mat"]}, ["datasets: 'sample-mat'", "did you mean sample-math?"]),
-    "dataset_of_another_source": ({"datasets": ["gsm8k"]}, ["datasets: 'gsm8k'", "data=DIR"]),
-    "datasets_none": ({"datasets": []}, ["datasets: []", "at least one"]),
-    "side_elsewhere": ({"side": {"dataset": "gsm8k", "temperature": None}}, ["side.dataset: 'gsm8k'"]),
-    "side_key": ({"side": {"dataset": None, "temprature": 1}}, ["side.temprature: unknown key", "temperature?"]),
-    "data_nowhere": ({"data": "/nowhere/at/all"}, ["data: '/nowhere/at/all'", "not a folder"]),
-    "prompts_word": ({"prompts": "many"}, ["prompts: 'many'", "integer"]),
-    "legacy_in_headline": ({"methods": ["tfm-b64-w4-legacy_traversal"]}, ["methods:", "not allowed"]),
-    "device": ({"device": "gpu"}, ["device: 'gpu'", "cpu, cuda"]),
-    "two_at_once": ({"budget": 0, "buget": 1}, ["2 problems", "budget: 0", "buget: unknown key"]),
-}
-
-
-@pytest.mark.parametrize("case", list(BAD))
-def test_bad_config_is_refused_with_key_value_allowed_and_remedy(case):  # C113
-    change, words = BAD[case]
-    config = {key: value for key, value in {**NANO, **change}.items() if value is not ...}
-    with pytest.raises(ValueError) as error:
-        suite.resolve(config)
-    assert all(word in str(error.value) for word in [*words, "nothing was run"]), str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("seeds=null", ["seeds: null"]),
-        ("buget=3", ["buget: unknown key", "did you mean budget?"]),
-        ("temperatures=-1", ["temperatures: -1"]),
-        ("budget=0", ["budget: 0"]),
-        ("methods=ar,dflsh", ["methods: 'dflsh'", "did you mean dflash?"]),
-        ("datasets=", ["datasets: null", "sample-chat, sample-math"]),
-    ],
-)
-def test_bad_values_of_the_command_line_stop_before_any_job(argument, words):  # C113
-    text = snakemake(ROOT, "-n", config=[argument], expect=1)
-    assert all(word in text for word in words) and "Job stats" not in text, text[-2000:]
-    assert "Traceback" not in text
-
-
-def test_command_line_strings_are_typed_before_they_name_a_cell():  # C114
-    typed = suite.resolve({**NANO, "temperatures": "0.0,1", "seeds": "0,3", "budget": "16", "datasets": "sample-code"})
-    assert (typed["temperatures"], typed["seeds"], typed["budget"]) == ([0, 1], [0, 3], 16)
-    paths = {cell["path"] for cell in suite.expand(typed)}
-    assert "results/nano/cells/torch/nano/sample-code/ddtree-b16/t0/seed0" in paths
-
-
-def test_depth_beyond_the_drafters_rows_is_refused(tiny_weights):
-    with pytest.raises(ValueError, match=r"depth: 16 is not allowed \(allowed: 1 to 15, the drafter's rows\)"):
-        suite.resolve({**NANO, "weights": str(tiny_weights), "depth": 16})
-
-
-def test_names_spell_variants_both_ways():  # C114
-    config = suite.resolve({**NANO, "widths": [1, 2], "depths": [4], "candidate_counts": [16]})
-    cells = suite.expand(config)
-    assert len({cell["path"] for cell in cells}) == len(cells)
-    for cell in cells:
-        variant = suite.parse_variant(cell["variant"], config)
-        assert variant.name(config) == cell["variant"]
-        assert re.fullmatch(suite.variant_pattern(variant.method), cell["variant"])
-        fields = {key: cell[key] for key in ("dataset", "variant", "setting", "seed")}
-        assert suite.resolve_cell(config, **fields) == {k: v for k, v in cell.items() if k not in ("path", "part")}
-
-
-@pytest.mark.parametrize("name", ["tfm-b64", "tfm-b0-w4", "tfm-b064-w4", "tfm-b64-w4-k64", "ar-b4", "tfm-b64-w4-fast"])
-def test_a_name_that_is_no_variant_is_refused(name):
-    with pytest.raises(ValueError, match="variant: "):
-        suite.parse_variant(name, suite.resolve(NANO))
-
-
-def test_the_nano_suite_has_the_cells_its_readers_expect():
-    cells = suite.expand(suite.resolve(NANO))
-    timed = [cell for cell in cells if cell["clock"] == "wall"]
-    assert len(cells) == 48 and len(timed) == 24
-    assert all(cell["decode"]["requests"] == 1 for cell in cells if cell["clock"] != "off")
-    assert all(cell["seed"] == 0 for cell in timed) and all(cell["threads"] == 1 for cell in cells)
-    # greedy decoding has one seed; stages trace trees; rules that are audited never stand in the headline
-    assert {cell["seed"] for cell in cells if cell["setting"] == "t0"} == {0}
-    assert all(cell["traced"] == cell["variant"].endswith("-stages") for cell in cells)
-    assert {cell["part"] for cell in cells if "traversal" in cell["variant"]} == {"audit"}
-
-
-def test_real_sets_replace_the_embedded_ones(tmp_path):
-    config = suite.resolve({**NANO, "data": str(tmp_path)})
-    assert config["suite"] == "nano-real" and len(config["datasets"]) == 8 and config["prompts"] == 24
-    assert not [cell for cell in suite.expand(config) if "sample-" in cell["path"]]
-    given = {"data": str(tmp_path), "prompts": 3}
-    assert suite.resolve({**NANO, **given}, given=given)["prompts"] == 3
-
-
-def test_schema_methods_are_those_that_exist():
-    schema = yaml.safe_load(suite.SCHEMA_FILE.read_text())
-    allowed = schema["properties"]["methods"]["items"]["enum"]
-    assert set(allowed) == set(METHODS) == set(METHOD_PARTS) == set(suite.KNOBS)
-    assert all("description" in entry for entry in schema["properties"].values())
 
 
 def test_a_dry_run_counts_its_jobs(tmp_path, tiny_weights):

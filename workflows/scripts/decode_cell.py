@@ -56,24 +56,27 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
             name = "/".join([cell["dataset"], cell["variant"], cell["setting"], f"seed{cell['seed']}"])
             progress = Progress(name, prompts=len(rows), done=resumed, suite=suite)
             decode_prompts(pending, cell, config, where, writer=writer, progress=progress, tokenizer=tokenizer)
-        facts = {
-            "schema": manifest.SCHEMA_VERSION,
-            "cell": {**cell, "decode": dataclasses.asdict(config)},
-            "source_digest": source,
-            "prompts_sha256": prompts_sha256,
-            "prompts": len(rows),
-            "environment": manifest.environment(),
-            "device": device.facts(where),
-            "warm_up": {"prompts": int(cell["clock"] != "off"), "new_tokens": WARM_UP_TOKENS},
-            "resumed_requests": resumed,
-            "started": _utc(start),
-            "ended": _utc(time.time()),
-            "seconds": round(time.time() - start, 3),
-            "rerun": rerun_command(out),
-        }
-        if commit is not None:
-            facts["environment"]["git"] = {"commit": commit, "dirty": None}
+        facts = {"source_digest": source, "prompts_sha256": prompts_sha256, "prompts": len(rows)}
+        facts |= {"resumed_requests": resumed, "device": device.facts(where), "rerun": rerun_command(out)}
+        facts |= run_facts(cell, config, start=start, commit=commit)
         return writer.finish([row.id for row in rows], facts)
+
+
+def run_facts(cell: dict, config: DecodeConfig, *, start: float, commit: str | None) -> dict:
+    """Return what cell.json says of the run itself: resolved cell, code, warm-up and times."""
+    environment = manifest.environment()
+    if commit is not None:
+        environment["git"] = {"commit": commit, "dirty": None}
+    end = time.time()
+    return {
+        "schema": manifest.SCHEMA_VERSION,
+        "cell": {**cell, "decode": dataclasses.asdict(config)},
+        "environment": environment,
+        "warm_up": {"prompts": int(cell["clock"] != "off"), "new_tokens": WARM_UP_TOKENS},
+        "started": _utc(start),
+        "ended": _utc(end),
+        "seconds": round(end - start, 3),
+    }
 
 
 def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, progress: Progress, tokenizer) -> None:

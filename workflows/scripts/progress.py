@@ -48,7 +48,10 @@ class Progress:
         eta = f", {clock((now - self.start) / fresh * (self.prompts - self.done))} left in the cell" if fresh else ""
         tokens = f" + {self.tokens} tokens" if self.tokens else ""
         text = f"{self._suite(0)}{self.name}: prompt {self.done}/{self.prompts}{tokens}{eta}{self._left(0)}"
-        print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if self._terminal else text, file=self.stream, end="" if self._terminal else "\n")
+        if self._terminal:
+            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", file=self.stream, end="")
+        else:
+            print(text, file=self.stream)
         self.stream.flush()
 
     def _done_cells(self) -> int:

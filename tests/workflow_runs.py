@@ -1,0 +1,74 @@
+"""Running the workflow in tests: a copy of the code, a tiny random family, and Snakemake as a user calls it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+from tfm import checkpoints
+from tfm.drafter import Drafter, DrafterConfig, init_drafter
+from tfm.target import Target, TargetConfig
+from tfm.weaver import Weaver, WeaverConfig, init_weaver
+
+ROOT = Path(__file__).resolve().parent.parent
+NANO = yaml.safe_load((ROOT / "workflows/config/nano.yaml").read_text())
+TOKENIZER = ROOT / "tfm/weights/nano/target/tokenizer.json"
+
+
+def checkout(folder: Path, weights: Path) -> Path:
+    """A copy of the code to run in, so that a test never touches the results of the person who runs it."""
+    for name in ("workflows", "tfm", "baselines"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "weights"))
+    shutil.copy(ROOT / "Snakefile", folder)
+    (folder / "kernels").symlink_to(ROOT / "kernels")
+    (folder / "tfm/weights").mkdir()
+    (folder / "tfm/weights/nano").symlink_to(weights)
+    return folder
+
+
+def snakemake(folder: Path, *arguments: str, config=(), expect: int | None = 0) -> str:
+    """Run Snakemake in a folder; return everything it printed."""
+    call = [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *(["--config", *config] if config else [])]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    text = done.stdout + done.stderr
+    assert expect is None or done.returncode == expect, text[-4000:]
+    return text
+
+
+def jobs(text: str) -> dict[str, int]:
+    """The job counts of a dry run."""
+    table = text.partition("Job stats:")[2].partition("total")[0]
+    return {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, flags=re.MULTILINE)}
+
+
+def write_tiny_family(folder: Path) -> Path:
+    """Write a random family of the nano architecture in the public formats: the DAG does not care what was learned."""
+    gdn, size = "linear_attention", 32
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    layers = (gdn, "full_attention")
+    target = Target(
+        TargetConfig(
+            2048, size, 2 * size, layers, **sizes, **linear, linear_value_head_dim=16, tie_word_embeddings=True
+        )
+    )
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    checkpoints.save_target(target, folder / "target")
+    shutil.copy(TOKENIZER, folder / "target")
+    drafter = Drafter(DrafterConfig(size, 2 * size, 2, 1, 16, ("full_attention",), (0, 1), 5, block_size=16))
+    init_drafter(drafter, 0)
+    checkpoints.save_drafter(drafter, folder / "drafter")
+    weaver = Weaver(
+        WeaverConfig(d_model=size, d_embed=size, d_rank=16, num_heads=2, mlp_dim=32, candidate_pool_size=64)
+    )
+    init_weaver(weaver, 0)
+    checkpoints.save_weaver(weaver, folder / "weaver")
+    return folder
