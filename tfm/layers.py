@@ -19,8 +19,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = widen(x)
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (scaled * (widen(self.weight) + self.offset)).to(x.dtype)
+        weight = widen(self.weight) + self.offset if self.offset else widen(self.weight)
+        return nn.functional.rms_norm(wide, wide.shape[-1:], weight, self.eps).to(x.dtype)
 
 
 class MLP(nn.Module):

@@ -166,8 +166,8 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         wide = widen(x)
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (widen(self.weight) * scaled * nn.functional.silu(widen(gate))).to(gate.dtype)
+        scaled = nn.functional.rms_norm(wide, wide.shape[-1:], widen(self.weight), self.eps)
+        return (scaled * nn.functional.silu(widen(gate))).to(gate.dtype)
 
 
 class GatedDeltaNet(nn.Module):

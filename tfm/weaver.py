@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tfm.layers import widen
 from tfm.marginals import Marginals
 
 
@@ -77,9 +78,8 @@ class BiasedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (scaled * self.weight.float() + self.bias.float()).to(x.dtype)
+        wide = widen(x)
+        return (F.rms_norm(wide, wide.shape[-1:], widen(self.weight), self.eps) + widen(self.bias)).to(x.dtype)
 
 
 class WeaverBlock(nn.Module):
@@ -174,8 +174,9 @@ class WeaverScorer:
     """Scores the children of tree nodes with a weaver. One `begin` a tree batch, then `expand` in any order.
 
     The weights are folded into two tables once: head rows times the query projection [vocab, width], and projected
-    embeddings [vocab, width]. Keys and values of expanded nodes lie in slots; a node's ancestors are a list of slots,
-    so nothing is copied between branches.
+    embeddings [vocab, width]. Keys and values of the prefix and of expanded nodes lie in rows of one table a layer;
+    what a node attends to is a list of rows (the prefix, then its ancestors by depth), so nothing is copied between
+    branches. Request r owns rows r * stride .. (r + 1) * stride: prefix, slots, and a spare one where padding writes.
     """
 
     def __init__(self, weaver: Weaver, target):
@@ -184,24 +185,44 @@ class WeaverScorer:
             dtype = weaver.pos_emb.dtype
             self.head_table = target.head_weight.to(dtype) @ weaver.lm_head_query_in.weight  # [vocab, width]
             self.token_table = weaver.embed_tokens(target.embed_weight)  # [vocab, width]
+            self.qkv = [torch.cat([b.q_proj.weight, b.k_proj.weight, b.v_proj.weight]) for b in weaver.blocks]
 
     def begin(self, marginals: Marginals, target_hidden: Tensor, slots: int) -> None:
         """Run the prefix of every request and make room for `slots` expanded nodes.
 
         target_hidden [R, d_model] is the target's final-norm hidden state at the root's predecessor.
         """
-        self.marginals = marginals
+        requests, self.depth = marginals.tokens.shape[:2]
         rows = self.weaver.prefix_rows(target_hidden, marginals.hidden)
-        self.prefix = []
+        self.prefix, device = rows.shape[1], rows.device
+        self.stride = self.prefix + slots + 1
+        base = torch.arange(requests, device=device) * self.stride
+        places = (base[:, None] + torch.arange(self.prefix, device=device)).flatten()
+        self.keys, self.values = [], []
         for block in self.weaver.blocks:
             rows, keys, values = block.causal(rows)
-            self.prefix.append((keys, values))
-        requests, depth = marginals.tokens.shape[:2]
-        # one slot more than asked: padding writes there
-        shape = (len(self.prefix), requests, slots + 1, *self.prefix[0][0].shape[2:])
-        self.keys, self.values = rows.new_zeros(shape), rows.new_zeros(shape)
-        self.ancestors = torch.full((requests, slots + 1, depth), slots, device=rows.device)
-        self.request = torch.arange(requests, device=rows.device)[:, None]
+            for table, new in ((self.keys, keys), (self.values, values)):
+                table.append(rows.new_zeros(requests * self.stride, *new.shape[2:]))
+                table[-1][places] = new.flatten(0, 1)
+        self.base, self.spare = base[:, None], self.stride - self.prefix - 1
+        # rows that a node in each slot attends to; an ancestor not there yet points at the spare row
+        self.lists = (
+            (base + self.stride - 1).repeat_interleave(self.stride)[:, None].repeat(1, self.prefix + self.depth)
+        )
+        self.lists[:, : self.prefix] = places.view(requests, -1).repeat_interleave(self.stride, dim=0)
+        # 0 for the prefix and ancestors down to each depth, -inf below
+        reach = torch.arange(self.prefix + self.depth, device=device) - self.prefix
+        is_seen = reach <= torch.arange(self.depth, device=device)[:, None]
+        self.bias = torch.where(is_seen, 0.0, float("-inf")).to(rows.dtype)
+        self._keep_candidates(marginals)
+
+    def _keep_candidates(self, marginals: Marginals) -> None:
+        # [R * D, K, width] and [R * D, K]: a depth's candidates are gathered from the vocabulary once, not per node
+        candidates = marginals.tokens.flatten(0, 1)
+        self.first_row = torch.arange(len(marginals.tokens), device=candidates.device)[:, None] * self.depth
+        self.candidate_rows = self.head_table[candidates.clamp(min=0)]
+        scores = marginals.log_probs.float().flatten(0, 1)
+        self.candidate_scores = scores.masked_fill(candidates < 0, float("-inf"))
 
     def expand(self, slots: Tensor, parent_slots: Tensor, tokens: Tensor, depths: Tensor) -> Tensor:
         """Return log-probs [R, W, K] float32 over the candidates of the children of the nodes, normalised over them.
@@ -209,39 +230,40 @@ class WeaverScorer:
         slots, parent_slots, tokens, depths [R, W]; the root has depth 0 (its parent slot is ignored). Row d of the
         candidates belongs to the children of a node at depth d. Slot -1 is padding: its values mean nothing.
         """
-        spare = self.ancestors.shape[1] - 1
-        own = torch.where(slots < 0, spare, slots)
-        depths = depths.clamp(0, self.ancestors.shape[2] - 1)
-        lists = self.ancestors[self.request, torch.where(depths > 0, parent_slots, spare)]
-        lists = lists.scatter(2, depths[..., None], own[..., None])
-        self.ancestors[self.request, own] = lists
-        rows = self.token_table[tokens] + self.weaver.positions(depths)
+        shape, own = slots.shape, self._row(slots).flatten()
+        depths = depths.clamp(0, self.depth - 1)
+        at = depths.flatten()
+        # index_select and index_copy_ throughout: a third of the overhead of indexing with brackets
+        lists = self.lists.index_select(0, self._row(torch.where(depths > 0, parent_slots, -1)).flatten())
+        lists.scatter_(1, (self.prefix + at)[:, None], own[:, None])
+        self.lists.index_copy_(0, own, lists)
+        rows = self.token_table.index_select(0, tokens.flatten()) + self.weaver.pos_emb.index_select(0, at)
+        bias = self.bias.index_select(0, at)[:, None, None]
         for layer, block in enumerate(self.weaver.blocks):
-            rows = self._attend(layer, block, rows, own, lists, depths)
-        return self._scores(self.weaver.out_norm(rows), depths)
+            rows = self._attend(layer, block, rows, own, lists, bias)
+        row = (self.first_row + depths).flatten()
+        residual = self._residual(self.weaver.out_norm(rows), row)
+        return (self.candidate_scores.index_select(0, row) + residual.float()).log_softmax(-1).unflatten(0, shape)
 
-    def _attend(self, layer: int, block: WeaverBlock, rows: Tensor, own: Tensor, lists: Tensor, depths: Tensor):
-        queries, keys, values = block.project(rows)
-        self.keys[layer, self.request, own] = keys
-        self.values[layer, self.request, own] = values
-        prefix_keys, prefix_values = self.prefix[layer]
-        request = self.request[..., None]
-        to_prefix = torch.einsum("rwhc,rphc->rwhp", queries, prefix_keys)
-        to_ancestors = torch.einsum("rwhc,rwahc->rwha", queries, self.keys[layer, request, lists])
-        is_path = torch.arange(lists.shape[2], device=rows.device) <= depths[..., None]
-        to_ancestors = to_ancestors.masked_fill(~is_path[:, :, None], float("-inf"))
-        scores = torch.cat([to_prefix, to_ancestors], dim=-1) * block.head_dim**-0.5
-        weights = scores.float().softmax(-1).to(rows.dtype)
-        from_prefix, from_ancestors = weights.split([prefix_keys.shape[1], lists.shape[2]], dim=-1)
-        attended = torch.einsum("rwhp,rphc->rwhc", from_prefix, prefix_values)
-        attended = attended + torch.einsum("rwha,rwahc->rwhc", from_ancestors, self.values[layer, request, lists])
-        return block.finish(rows, attended)
+    def _residual(self, rows: Tensor, row: Tensor) -> Tensor:
+        # [R * W, K]: the dot of each node with its candidates' head rows
+        candidates = self.candidate_rows.index_select(0, row)
+        return torch.bmm(candidates, rows[:, :, None])[:, :, 0]
 
-    def _scores(self, rows: Tensor, depths: Tensor) -> Tensor:
-        candidates = self.marginals.tokens[self.request, depths]
-        residual = torch.einsum("rwc,rwkc->rwk", rows, self.head_table[candidates.clamp(min=0)]).float()
-        scores = self.marginals.log_probs[self.request, depths].float() + residual
-        return scores.masked_fill(candidates < 0, float("-inf")).log_softmax(-1)
+    def _row(self, slots: Tensor) -> Tensor:
+        return self.base + self.prefix + torch.where(slots < 0, self.spare, slots)
+
+    def _attend(self, layer: int, block: WeaverBlock, rows: Tensor, own: Tensor, lists: Tensor, bias: Tensor) -> Tensor:
+        mixed = F.linear(block.norm_attn(rows), self.qkv[layer]).unflatten(-1, (3, block.heads, block.head_dim))
+        self.keys[layer].index_copy_(0, own, mixed[:, 1])
+        self.values[layer].index_copy_(0, own, mixed[:, 2])
+        seen = lists.flatten()
+        keys, values = (
+            table[layer].index_select(0, seen).unflatten(0, lists.shape).transpose(1, 2)
+            for table in (self.keys, self.values)
+        )
+        attended = F.scaled_dot_product_attention(mixed[:, 0][:, :, None], keys, values, attn_mask=bias)
+        return block.finish(rows, attended[:, :, 0])
 
 
 def init_weaver(weaver: Weaver, seed: int, std: float = 0.02) -> None:
