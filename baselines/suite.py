@@ -31,6 +31,7 @@ SWEEPS = {
     "budgets": ("budget", ("ddtree", "tfm")),
     "widths": ("width", ("tfm",)),
     "candidate_counts": ("candidates", ("tfm",)),
+    "children_counts": ("children", ("tfm",)),
     "depths": ("depth", ("dflash", "ddtree", "tfm")),
 }
 DEFAULT_RULE = "target_only"
@@ -69,7 +70,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
     Raises ValueError listing every problem with its key, value, allowed values and remedy.
     """
     schema = yaml.safe_load(SCHEMA_FILE.read_text())
-    config = _typed({"widths": [], "candidate_counts": [], "depths": [], "open": [], **raw}, schema)
+    config = _typed({**{key: [] for key in (*SWEEPS, "open") if key != "budgets"}, **raw}, schema)
     _raise_if(_schema_problems(config, schema))
     if config.get("data"):
         real = {**config.pop("real", {}), **(given or {})}

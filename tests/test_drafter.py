@@ -55,6 +55,7 @@ def drafted(drafter, taps, lengths, roots, target):
 
 
 def test_block_of_a_committed_token_is_itself_and_fifteen_masks():
+    """C023."""
     drafter = make_drafter(block_size=16)
     ids, positions = drafter.block_input(torch.tensor([42]), torch.tensor([7]))
     assert ids.tolist() == [[42] + [MASK] * 15]

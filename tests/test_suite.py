@@ -95,7 +95,7 @@ def test_a_name_that_is_no_variant_is_refused(name):
 def test_the_nano_suite_has_the_cells_its_readers_expect():
     cells = suite.expand(suite.resolve(NANO))
     timed = [cell for cell in cells if cell["clock"] == "wall"]
-    assert len(cells) == 48 and len(timed) == 24
+    assert len(cells) == 63 and len(timed) == 24
     assert all(cell["decode"]["requests"] == 1 for cell in cells if cell["clock"] != "off")
     assert all(cell["seed"] == 0 for cell in timed) and all(cell["threads"] == 1 for cell in cells)
     # greedy decoding has one seed; stages trace trees; rules that are audited never stand in the headline

@@ -40,7 +40,15 @@ CAPTIONS = {
     "tau": ("per_set", "Tokens a step (tau, the bonus token included) by prompt set, with 95 % intervals."),
     "latency": ("latency", "Time of one step by stage, from cells with stage timing."),
     "acceptance_by_position": ("acceptance_by_position", "Acceptance by draft position, with 95 % intervals."),
-    "budget": ("budget", "Tokens a step and accepted drafts against the number of drafted nodes, 95 % intervals."),
+    "sweeps": ("sweeps", "Tokens a step and accepted drafts along each sweep, 95 % intervals."),
+}
+
+LABELS_OF_KNOBS = {
+    "budget": "budget B (drafted nodes)",
+    "width": "width w (nodes expanded at once)",
+    "candidates": "candidates K a depth",
+    "children": "children C a node",
+    "depth": "depth limit",
 }
 
 
@@ -80,19 +88,19 @@ def acceptance_by_position(tables: Path) -> plt.Figure:
     """Return lines of conditional and unconditional acceptance, a row a setting."""
     frame = _methods(_read(tables, "acceptance_by_position"))
     columns = {"conditional": "accepted, given all before", "unconditional": "accepted"}
-    return _lines(frame, "position", columns, "draft position")
+    return _lines(frame, "position", columns, label=lambda setting: "draft position")
 
 
-def budget(tables: Path) -> plt.Figure:
-    """Return lines of tau and accepted against the budget."""
-    frame = _methods(_read(tables, "budget"))
-    frame = frame[frame["sweep"] == "budget"] if "sweep" in frame else frame
-    figure = _lines(
-        frame, "value", {"tau": "tokens a step (tau)", "accepted": "accepted drafts a step"}, "drafted nodes"
-    )
-    for axis in figure.axes:
+def sweeps(tables: Path) -> plt.Figure:
+    """Return lines of tau and accepted along every sweep, a row each."""
+    frame = _methods(_read(tables, "sweeps")).dropna(subset=["value"])
+    columns = {"tau": "tau (tokens a step)", "accepted": "accepted drafts a step"}
+    figure = _lines(frame, "value", columns, by="sweep", label=LABELS_OF_KNOBS.get, title=lambda knob: "")
+    for axis, sweep in zip(figure.axes, [sweep for sweep in frame["sweep"].unique() for _ in columns], strict=True):
+        ticks = sorted(frame.loc[frame["sweep"] == sweep, "value"].unique())
         axis.set_xscale("log", base=2)
-        axis.set_xticks(sorted(frame["value"].unique()), labels=[f"{v:g}" for v in sorted(frame["value"].unique())])
+        axis.set_xticks(ticks, labels=[f"{value:g}" for value in ticks])
+        axis.minorticks_off()
     return figure
 
 
@@ -101,7 +109,7 @@ FIGURES = {
     "tau": tau,
     "latency": latency,
     "acceptance_by_position": acceptance_by_position,
-    "budget": budget,
+    "sweeps": sweeps,
 }
 
 
@@ -167,15 +175,16 @@ def _whiskers(axis, part: pd.DataFrame, column: str, sets: list[str], methods: l
                 axis.vlines(x, row[f"{column}_low"], row[f"{column}_high"], color="black", linewidth=0.9)
 
 
-def _lines(frame: pd.DataFrame, x: str, columns: dict[str, str], label: str) -> plt.Figure:
-    settings = list(frame["setting"].unique())
-    size = (4.2 * len(columns), 2.8 * len(settings) + 0.6)
-    figure, axes = plt.subplots(len(settings), len(columns), figsize=size, squeeze=False, layout="constrained")
+def _lines(frame: pd.DataFrame, x: str, columns: dict[str, str], *, label, by="setting", title=None) -> plt.Figure:
+    """Draw one row of axes for each value of column `by`; `label` and `title` are functions of that value."""
+    groups = list(frame[by].unique())
+    size = (4.2 * len(columns), 2.8 * len(groups) + 0.6)
+    figure, axes = plt.subplots(len(groups), len(columns), figsize=size, squeeze=False, layout="constrained")
     drawn = {}
-    for row, setting in enumerate(settings):
+    for row, group in enumerate(groups):
         for axis, (column, text) in zip(axes[row], columns.items(), strict=True):
             for method in COLOURS:
-                part = frame[(frame["setting"] == setting) & (frame["method"] == method)].dropna(subset=[column])
+                part = frame[(frame[by] == group) & (frame["method"] == method)].dropna(subset=[column])
                 if len(part):
                     below, above = part[column] - part[f"{column}_low"], part[f"{column}_high"] - part[column]
                     style = {"color": COLOURS[method], "marker": MARKERS[method], "label": LABELS[method]}
@@ -183,7 +192,7 @@ def _lines(frame: pd.DataFrame, x: str, columns: dict[str, str], label: str) -> 
                     error = [below.clip(lower=0), above.clip(lower=0)]
                     drawn[method] = axis.errorbar(part[x], part[column], error, capsize=2, linewidth=1.4, **style)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axis.set(xlabel=label, ylabel=text, title=_title(setting))
+            axis.set(xlabel=label(group), ylabel=text, title=(title or _title)(group))
     handles = list(drawn.values())
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), frameon=False)
     return figure

@@ -25,7 +25,7 @@ TITLES = {
     "per_set": "Speed and accepted drafts by prompt set",
     "latency": "Where a step's time goes",
     "acceptance_by_position": "Acceptance by draft position",
-    "budget": "Tree size and other sweeps",
+    "sweeps": "Sweeps of budget, width, candidates, children and depth",
     "paired": "Paired differences between methods",
     "audit": "Audit of the acceptance rules",
 }
@@ -38,9 +38,10 @@ NOTES = {
     "is the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
     "acceptance_by_position": "conditional: accepted at d given accepted at d - 1 and a tree that reaches d; "
     "unconditional: accepted at d, over all steps. n counts steps of the conditional.",
-    "budget": "Budgets are drafted nodes; the root is extra.",
+    "sweeps": "One knob at a time, the others as in the headline; a budget's width is ceil(budget / 16).",
     "paired": "Same prompts and seeds in both arms, resampled together; n counts prompts present in both.",
-    "audit": "expected_accepted is the lossless bound of the same steps; a rule above it is lossy. Values untrimmed.",
+    "audit": "expected_accepted is the lossless bound of the same steps; excess is what was accepted over it, steps "
+    "pooled; a rule above it is lossy. Values untrimmed.",
 }
 NOTES["per_set"] = NOTES["headline"]
 

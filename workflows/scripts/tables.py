@@ -133,7 +133,7 @@ def acceptance_by_position(data: Suite) -> pd.DataFrame:
     return _identified(data, pd.concat(frames).to_dict("records"))
 
 
-def budget(data: Suite) -> pd.DataFrame:
+def sweeps(data: Suite) -> pd.DataFrame:
     """Return tau and accepted along every sweep, the headline's own point included."""
     rows, where = [], data.side
     for key, (knob, methods) in suite.SWEEPS.items():
@@ -143,7 +143,9 @@ def budget(data: Suite) -> pd.DataFrame:
             ]
             points = [(suite.parse_variant(name, data.config), name) for name in [*names, data.headline[method]]]
             for variant, name in sorted(set(points), key=lambda point: getattr(point[0], knob) or 0):
-                row = {"sweep": knob, "value": getattr(variant, knob), "method": method, "variant": name, **where}
+                # no depth limit means all the drafter's rows
+                value = getattr(variant, knob) or suite.draft_rows(data.config)
+                row = {"sweep": knob, "value": value, "method": method, "variant": name, **where}
                 rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
                 rows[-1]["reason"] = data.missing(name, **where)
     return _identified(data, rows)
@@ -180,7 +182,7 @@ TABLES = {
     "per_set": per_set,
     "latency": latency,
     "acceptance_by_position": acceptance_by_position,
-    "budget": budget,
+    "sweeps": sweeps,
     "paired": paired,
     "audit": audit,
 }
