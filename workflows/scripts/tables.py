@@ -142,9 +142,9 @@ def sweeps(data: Suite) -> pd.DataFrame:
                 cell["variant"] for cell in data.plan if cell["part"] == key and cell["decode"]["method"] == method
             ]
             points = [(suite.parse_variant(name, data.config), name) for name in [*names, data.headline[method]]]
-            for variant, name in sorted(set(points), key=lambda point: getattr(point[0], knob) or 0):
-                # no depth limit means all the drafter's rows
-                value = getattr(variant, knob) or suite.draft_rows(data.config)
+            # no depth limit means all the drafter's rows
+            values = {name: getattr(variant, knob) or suite.draft_rows(data.config) for variant, name in points}
+            for name, value in sorted(values.items(), key=lambda item: (item[1], item[0])):
                 row = {"sweep": knob, "value": value, "method": method, "variant": name, **where}
                 rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
                 rows[-1]["reason"] = data.missing(name, **where)
