@@ -14,7 +14,7 @@ from tfm.pins import load_pins
 from tfm.prompt_sources import load_prompt_set
 from tfm.prompts import Preparation, prepare
 from tfm.sampling import gumbel
-from tfm.train.tokenizer import load_tokenizer
+from tfm.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "tfm" / "weights" / "nano"

@@ -23,19 +23,18 @@ from tfm.prompts import (
     template_id,
     template_sha256,
 )
+from tfm.tokenizer import SPECIAL_TOKENS, check_same_vocabulary, encode_prompt, load_tokenizer, prompt_text
 from tfm.train.text import (
     TokenisedText,
     balanced_sample,
     encode_conversation,
-    encode_prompt,
     iter_training_rows,
-    prompt_text,
     tokenise_directory,
     tokenise_rows,
     training_files,
     training_manifest,
 )
-from tfm.train.tokenizer import SPECIAL_TOKENS, check_same_vocabulary, load_tokenizer, train_tokenizer
+from tfm.train.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "workflows" / "config" / "datasets.yaml"

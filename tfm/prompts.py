@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tfm.train.text import encode_prompt, prompt_text
-from tfm.train.tokenizer import TextTokenizer
+from tfm.tokenizer import TextTokenizer, encode_prompt, prompt_text
 
 SUBSAMPLE_SEED = 20260617
 PROTOCOLS = ("paper", "dflash")

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tfm.manifest import write_json
 from tfm.target import Target
+from tfm.tokenizer import load_tokenizer
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline
 from tfm.train.rows import Rows, fill_buckets, hash_of, is_held_out
 from tfm.train.settings import TrainSettings
 from tfm.train.target import load_frozen
 from tfm.train.text import TokenisedText
-from tfm.train.tokenizer import load_tokenizer
 from tfm.tree import DraftTree
 
 ENTROPY_TOKENS, ENTROPY_BATCHES = 16384, 8  # padded tokens a batch, batches a bucket

@@ -16,15 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tfm.train.tokenizer import (
-    THINK_END,
-    THINK_START,
-    TURN_END,
-    TURN_START,
-    VOCAB_SIZE,
-    TextTokenizer,
-    train_tokenizer,
-)
+from tfm.tokenizer import THINK_END, THINK_START, TURN_END, TURN_START, TextTokenizer, answer_opening
+from tfm.train.tokenizer import VOCAB_SIZE, train_tokenizer
 
 DOMAINS = ("chat", "math", "code")
 # not used for shipped weights: text whose licence or origin limits what may be trained on it
@@ -121,31 +114,6 @@ def training_manifest(train_data: Path | str | None) -> dict:
         "excluded_files": list(EXCLUDED_FILES),
         "rows": dict(sorted(sources.items())),
     }
-
-
-def answer_opening(*, reasoning: bool) -> list[str]:
-    """Return what follows `<|im_start|>assistant\\n` (paper.md 2.2): an empty think block, or an opened one."""
-    return [THINK_START, "\n"] if reasoning else [THINK_START, "\n\n", THINK_END, "\n\n"]
-
-
-def encode_prompt(tokenizer: TextTokenizer, turn: str, *, reasoning: bool) -> list[int]:
-    """Return the ids of one user turn up to where the answer starts. No system prompt; `turn` is plain text."""
-    parts = [
-        TURN_START,
-        "user\n" + turn,
-        TURN_END,
-        "\n",
-        TURN_START,
-        "assistant\n",
-        *answer_opening(reasoning=reasoning),
-    ]
-    return tokenizer.encode_parts([_as_tag(tokenizer, part) for part in parts])
-
-
-def prompt_text(turn: str, *, reasoning: bool) -> str:
-    """Return the raw text of `encode_prompt`, as a server would be sent it."""
-    opening = "".join(answer_opening(reasoning=reasoning))
-    return f"{TURN_START}user\n{turn}{TURN_END}\n{TURN_START}assistant\n{opening}"
 
 
 def conversation_parts(messages: Iterable[tuple[str, str]]) -> list[tuple[str, bool, bool]]:
@@ -260,10 +228,6 @@ def main() -> None:
 
 def _stem(path: Path) -> str:
     return path.name.split(".")[0]
-
-
-def _as_tag(tokenizer: TextTokenizer, part: str) -> str | int:
-    return tokenizer.tag(part) if part in (TURN_START, TURN_END, THINK_START, THINK_END) else part
 
 
 def _chunks(items: Iterable, size: int) -> Iterator[list]:

@@ -1,161 +1,17 @@
-"""The byte-level BPE tokenizer: training, saving in the public format, and the wrapper every other part uses.
+"""Training the byte-level BPE tokenizer of a family."""
 
-Text and tags are encoded apart. `encode` treats its argument as plain text: a prompt that spells `<|mask|>` becomes
-ordinary byte-pair tokens, never the mask's id, so a user's words cannot forge a turn or a mask. The tags of the chat
-template are added as ids by `encode_parts`, which takes text (str) and tag ids (int) side by side. For text that
-spells no tag the result equals encoding the whole raw string with the tags parsed, which is what the paper's
-protocol sends to a server.
-"""
-
-import hashlib
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-THINK_START, THINK_END, MASK = "<think>", "</think>", "<|mask|>"
-SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END, MASK)  # ids 0 to 5
+from tfm.tokenizer import SPECIAL_TOKENS, TextTokenizer
+
 VOCAB_SIZE = 2048
 
 # letters with one leading space, apostrophe or underscore; single digits; punctuation with the line ends behind it;
 # line ends; indentation, whose last blank goes with the word that follows
 PIECES = r"[ '_]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}"
-    "{{ '<|im_start|>assistant\\n' + ('<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n') }}"
-    "{%- endif -%}"
-)
-
-
-class TextTokenizer:
-    """A tokenizer whose `encode` never yields a special id. Build it with `load_tokenizer` or `train_tokenizer`."""
-
-    def __init__(self, definition: str):
-        """`definition`: the text of a tokenizer.json."""
-        self.definition = definition
-        fields = json.loads(definition)
-        # some public vocabularies list <think> as an ordinary added token; all of them must be inert in plain text
-        for token in fields.get("added_tokens", ()):
-            token["special"] = True
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
-        self._tokenizer.encode_special_tokens = True
-        self.special_ids = {token["content"]: token["id"] for token in fields.get("added_tokens", ())}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size()
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends an assistant turn, <|im_end|>."""
-        return self.tag(TURN_END)
-
-    @property
-    def pad_id(self) -> int:
-        return self.tag(END_OF_TEXT)
-
-    @property
-    def mask_id(self) -> int:
-        return self.tag(MASK)
-
-    @property
-    def think_ids(self) -> tuple[int, int]:
-        """Ids of <think> and </think>."""
-        return self.tag(THINK_START), self.tag(THINK_END)
-
-    def tag(self, name: str) -> int:
-        """Return the id of special token `name`, or raise ValueError with the names there are."""
-        if name not in self.special_ids:
-            allowed = ", ".join(sorted(self.special_ids)) or "none"
-            raise ValueError(
-                f"special token: {name!r} is not in this tokenizer (it has: {allowed}); "
-                "use a tokenizer with Qwen's chat tags, or take the id from the model's config"
-            )
-        return self.special_ids[name]
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text; the spelling of a special token in it stays text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
-        """Return the ids of text (str) and tag ids (int) in order; each str is encoded by itself."""
-        tokens: list[int] = []
-        for part in parts:
-            if isinstance(part, str):
-                tokens.extend(self.encode(part))
-            else:
-                tokens.append(part)
-        return tokens
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, computed on all cores; equal to `encode` one by one."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, tags spelled out; bytes that are not UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-
-    def vocab_sha256(self) -> str:
-        """Return the sha256 of the id -> token map, which tells tokenizers of one size apart."""
-        by_id = sorted((index, token) for token, index in self._tokenizer.get_vocab().items())
-        return hashlib.sha256(json.dumps(by_id, ensure_ascii=False).encode()).hexdigest()
-
-    def save(self, directory: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json, loadable by AutoTokenizer."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        names = {"eos_token": TURN_END, "pad_token": END_OF_TEXT, "mask_token": MASK}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": 2048,
-            "clean_up_tokenization_spaces": False,
-            "add_bos_token": False,
-            "additional_special_tokens": [TURN_START, THINK_START, THINK_END],
-            "chat_template": CHAT_TEMPLATE,
-            **names,
-        }
-        (directory / "tokenizer.json").write_text(self.definition, encoding="utf-8")
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        (directory / "special_tokens_map.json").write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
-
-
-def load_tokenizer(directory: Path | str) -> TextTokenizer:
-    """Return the tokenizer of a model directory (its tokenizer.json).
-
-    Raises ValueError when the file is missing or is no tokenizer, with the path and the remedy.
-    """
-    path = Path(directory) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(
-            f"tokenizer: {str(path)!r} does not exist; give the directory of a model in Hugging Face format, "
-            "or train one with `python -m tfm.train.text --train-data DIR --out DIR`"
-        )
-    try:
-        return TextTokenizer(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ValueError(
-            f"tokenizer: {str(path)!r} is not a tokenizer.json ({error}); restore or retrain it"
-        ) from error
-
-
-def check_same_vocabulary(name: str, first: TextTokenizer, other_name: str, other: TextTokenizer) -> None:
-    """Raise ValueError, naming both, unless two tokenizers map every id to the same token."""
-    if first.vocab_sha256() == other.vocab_sha256():
-        return
-    sizes = f"{first.vocab_size} and {other.vocab_size} tokens"
-    ours, theirs = (t._tokenizer.get_vocab(with_added_tokens=True) for t in (first, other))
-    differing = sorted(index for token, index in ours.items() if theirs.get(token) != index)
-    raise ValueError(
-        f"tokenizer: {name!r} and {other_name!r} ({sizes}) differ, first at ids {differing[:10]}; "
-        "target and drafter must share one vocabulary, use a matching pair"
-    )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> TextTokenizer:

@@ -21,7 +21,7 @@ from tfm.clock import Clock
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode
 from tfm.prompts import read_prepared
-from tfm.train.tokenizer import load_tokenizer
+from tfm.tokenizer import load_tokenizer
 
 DESCRIPTION = """
 Reads the resolved cell (JSON), its prompt file and the weights that the cell names. Writes requests.parquet,

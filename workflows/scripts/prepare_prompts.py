@@ -10,7 +10,7 @@ from pathlib import Path
 from tfm.pins import SOURCES, load_pins
 from tfm.prompt_sources import PromptSet, load_prompt_set
 from tfm.prompts import PROTOCOLS, SUBSAMPLE_SEED, Preparation, prepare, select, write_prepared
-from tfm.train.tokenizer import TextTokenizer, load_tokenizer
+from tfm.tokenizer import TextTokenizer, load_tokenizer
 
 DESCRIPTION = """
 Reads the pins file, the prompt set from its source (embedded in tfm/data, a file of --data, or the hub at the pinned

@@ -144,7 +144,7 @@ def sweeps(data: Suite) -> pd.DataFrame:
             points = [(suite.parse_variant(name, data.config), name) for name in [*names, data.headline[method]]]
             # no depth limit means all the drafter's rows
             values = {name: getattr(variant, knob) or suite.draft_rows(data.config) for variant, name in points}
-            for name, value in sorted(values.items(), key=lambda item: (item[1], item[0])):
+            for name, value in sorted(values.items(), key=lambda item: (item[1] or 0, item[0])):
                 row = {"sweep": knob, "value": value, "method": method, "variant": name, **where}
                 rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
                 rows[-1]["reason"] = data.missing(name, **where)
