@@ -127,6 +127,21 @@ def test_trees_have_the_budgeted_nodes_and_one_verify_row_more():
     assert {step.nodes for trace in outputs("ar", 1.0, 4).values() for step in trace.steps} == {1}
 
 
+@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "tfm"])
+def test_output_ends_at_the_eos_whichever_step_it_falls_in(method):
+    """C046: each of the first six tokens that ar emits as EOS; output equals ar's cut there."""
+    prompt = embedded_prompts()[16]
+    free = outputs("ar", 1.0, 1)[prompt.id].output_tokens
+    budget = {"ddtree": 64, "tfm": 64}.get(method)
+    for eos in dict.fromkeys(free[1:7]):
+        config = DecodeConfig(method=method, temperature=1.0, budget=budget, max_new_tokens=24, eos_tokens=(eos,))
+        done: list = []
+        proposer = baselines.resolve(method)(config, models())
+        decode([prompt], models(), config, proposer=proposer, on_finish=done.append)
+        assert done[0].output_tokens == free[: free.index(eos) + 1]
+        assert done[0].finish_reason == "stop"
+
+
 def test_a_prompt_of_one_token_equals_ar():
     """C073: prompt of exactly one token, budget 64."""
     prompt = Prompt("one", 0, [11])
