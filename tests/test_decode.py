@@ -216,6 +216,19 @@ def test_outputs_do_not_depend_on_the_batch_or_its_order(temperature):
                 assert 1 + sum(step.committed for step in trace.steps) == len(trace.output_tokens)
 
 
+def test_the_configured_backend_is_the_one_that_verifies(monkeypatch):
+    from tfm_kernels.gdn import naive
+
+    calls, original = [], naive.naive_tree_verify
+    monkeypatch.setattr(naive, "naive_tree_verify", lambda *args: calls.append(1) or original(*args))
+    target, prompt = toy_target(torch.float32), PROMPTS[1]
+    emitted = ar_tokens(target, prompt, temperature=0.0)
+    assert not calls
+    trace = run(target, [prompt], Oracle([emitted], 4, lambda step: 2), temperature=0.0, gdn_backend="naive")[0]
+    assert calls
+    assert trace.output_tokens == emitted
+
+
 def test_different_seeds_give_different_outputs_and_equal_seeds_equal_ones():
     target, prompt = toy_target(torch.float32), PROMPTS[1]
     outputs = [ar_tokens(target, prompt, temperature=1.0, seed=seed) for seed in (0, 1, 2, 0)]

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from tfm_kernels.gdn.ops import BACKENDS
+
 RULES = ("greedy", "target_only", "traversal", "legacy_traversal")
 METHOD_PARTS = {
     # what a method needs beside the target
@@ -44,7 +46,7 @@ class DecodeConfig:
         """
         _one_of("method", self.method, sorted(METHOD_PARTS))
         _one_of("rule", self.rule, RULES)
-        _one_of("gdn_backend", self.gdn_backend, ("naive", "solve"))
+        _one_of("gdn_backend", self.gdn_backend, BACKENDS)
         if not isinstance(self.temperature, int | float) or not (
             math.isfinite(self.temperature) and self.temperature >= 0
         ):

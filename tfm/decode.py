@@ -242,7 +242,7 @@ class _Batch:
         clock.start_step()
         tree = proposer.propose(context, clock)
         with clock.stage("verify"):
-            output = self.models.target.verify(tree, self.cache, clock)
+            output = self.models.target.verify(tree, self.cache, clock, gdn_backend=config.gdn_backend)
         with clock.stage("accept"):
             result = accept(
                 tree,

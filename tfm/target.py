@@ -113,6 +113,7 @@ class _Rows:
     clock: Clock
     committed: int = 0  # cache rows that verify reads
     tree: DraftTree | None = None
+    backend: str = ""  # of the GDN tree verify
     ancestors: Tensor | None = None  # [R, N, N]
     windows: Tensor | None = None  # [R, N, conv width]
     lengths: Tensor | None = None  # [R], real tokens of a right-padded prefill
@@ -195,7 +196,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(inner, dim, bias=False)
 
-    def forward(self, x: Tensor, rows: _Rows, memory: GdnState | None, backend: str) -> tuple[Tensor, object]:
+    def forward(self, x: Tensor, rows: _Rows, memory: GdnState | None) -> tuple[Tensor, object]:
         """Return (output [R, N, d], GdnScratch in a verify, the new GdnState otherwise)."""
         with rows.clock.stage("target_gemm"):
             mixed, gate = self.in_proj_qkv(x), self.in_proj_z(x).unflatten(-1, (-1, self.config.linear_value_head_dim))
@@ -204,19 +205,19 @@ class GatedDeltaNet(nn.Module):
             log_decay = log_decay_gate(self.A_log, decay_input, self.dt_bias)
             beta = widen(write_logit).sigmoid()
             core = self._tree if rows.tree is not None else self._sequence
-            out, kept = core(mixed, log_decay, beta, rows, memory, backend)
+            out, kept = core(mixed, log_decay, beta, rows, memory)
             out = self.norm(out.to(x.dtype), gate).flatten(2)
         with rows.clock.stage("target_gemm"):
             return self.out_proj(out), kept
 
-    def _tree(self, mixed, log_decay, beta, rows: _Rows, memory: GdnState, backend: str):
+    def _tree(self, mixed, log_decay, beta, rows: _Rows, memory: GdnState):
         q, k, v = self._split(conv.tree_conv(mixed, self.conv1d.weight[:, 0], memory.inputs, rows.windows))
         out, writes, path_log_decay = ops.tree_verify(
-            q, k, v, log_decay, beta, rows.tree.parents, memory.state, backend=backend, ancestors=rows.ancestors
+            q, k, v, log_decay, beta, rows.tree.parents, memory.state, backend=rows.backend, ancestors=rows.ancestors
         )
         return out, GdnScratch(mixed, rows.windows, k, writes, path_log_decay)
 
-    def _sequence(self, mixed, log_decay, beta, rows: _Rows, memory, backend: str):
+    def _sequence(self, mixed, log_decay, beta, rows: _Rows, memory):
         width = self.config.linear_conv_kernel_dim
         padded = nn.functional.pad(mixed.transpose(1, 2), (width - 1, 0))
         q, k, v = self._split(nn.functional.silu(self.conv1d(padded)).transpose(1, 2))
@@ -271,10 +272,10 @@ class Layer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
         self.kind = kind
 
-    def forward(self, x: Tensor, rows: _Rows, memory, backend: str) -> tuple[Tensor, object]:
+    def forward(self, x: Tensor, rows: _Rows, memory) -> tuple[Tensor, object]:
         normed = self.input_layernorm(x)
         if self.kind == GDN:
-            mixed, kept = self.linear_attn(normed, rows, memory, backend)
+            mixed, kept = self.linear_attn(normed, rows, memory)
         else:
             mixed, kept = self.self_attn(normed, rows, memory)
         x = x + mixed
@@ -286,9 +287,9 @@ class Layer(nn.Module):
 class Target(nn.Module):
     """The model whose law is kept. `tap_layers` are the layers whose outputs the drafter reads."""
 
-    def __init__(self, config: TargetConfig, tap_layers: tuple[int, ...] = (), gdn_backend: str = "solve"):
+    def __init__(self, config: TargetConfig, tap_layers: tuple[int, ...] = ()):
         super().__init__()
-        self.config, self.tap_layers, self.gdn_backend = config, tuple(tap_layers), gdn_backend
+        self.config, self.tap_layers = config, tuple(tap_layers)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
@@ -350,7 +351,9 @@ class Target(nn.Module):
         last = hidden.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2]))
         return TargetOutput(self.head(last), last, taps)
 
-    def verify(self, tree: DraftTree, cache: TargetCache, clock: Clock = OFF) -> TargetOutput:
+    def verify(
+        self, tree: DraftTree, cache: TargetCache, clock: Clock = OFF, *, gdn_backend: str = "solve"
+    ) -> TargetOutput:
         """Return logits, hidden, taps of every node of `tree` and the scratch to commit; `cache` is only read.
 
         A node sees the committed tokens, its ancestors and itself, at position committed length + depth. Rows of
@@ -367,6 +370,7 @@ class Target(nn.Module):
             clock=clock,
             committed=committed,
             tree=tree,
+            backend=gdn_backend,
             ancestors=ancestors,
             windows=conv.window_index(tree.parents, self.config.linear_conv_kernel_dim),
         )
@@ -379,7 +383,7 @@ class Target(nn.Module):
         x = self.embed(tokens)
         taps, kept = {}, []
         for i, layer in enumerate(self.layers):
-            x, own = layer(x, rows, cache.layers[i] if cache is not None else None, self.gdn_backend)
+            x, own = layer(x, rows, cache.layers[i] if cache is not None else None)
             kept.append(own)
             if i in self.tap_layers:
                 taps[i] = x
