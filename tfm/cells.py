@@ -43,8 +43,8 @@ SCHEMAS = {
             ("accepted", pa.int32()),
             ("accepted_untrimmed", pa.int32()),
             ("committed", pa.int32()),
-            ("expected_accepted", pa.float64()),
-            *((name, pa.float64()) for name in STAGE_COLUMNS),
+            ("expected_accepted", pa.float32()),
+            *((name, pa.float32()) for name in STAGE_COLUMNS),
         ]
     ),
     "trees": pa.schema(
