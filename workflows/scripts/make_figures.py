@@ -147,7 +147,7 @@ def _methods(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _bars(frame: pd.DataFrame, columns: dict[str, str]) -> plt.Figure:
     settings, sets = list(frame["setting"].unique()), list(frame["dataset"].unique())
-    size = (3 + 1.1 * len(sets) * len(columns), 2.6 * len(settings) + 0.6)
+    size = (2 + min(1.1 * len(sets), 5) * len(columns), (2.6 if len(sets) <= 4 else 3.2) * len(settings) + 0.6)
     figure, axes = plt.subplots(len(settings), len(columns), figsize=size, squeeze=False, layout="constrained")
     methods = [method for method in COLOURS if method in set(frame["method"])]
     for row, setting in enumerate(settings):
@@ -157,7 +157,8 @@ def _bars(frame: pd.DataFrame, columns: dict[str, str]) -> plt.Figure:
             sns.barplot(part, y=column, ax=axis, errorbar=None, saturation=1, legend=False, **order)
             _whiskers(axis, part, column, sets, methods)
             axis.set(xlabel="", ylabel=label, title=_title(setting))
-            axis.tick_params(axis="x", rotation=20 if len(sets) > 4 else 0)
+            if len(sets) > 4:
+                plt.setp(axis.get_xticklabels(), rotation=30, ha="right", rotation_mode="anchor")
             if column == "speedup":
                 axis.axhline(1, color="black", linewidth=0.8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[method], label=LABELS[method]) for method in methods]
