@@ -35,6 +35,8 @@ def build_best_first(marginals: Marginals, roots: Tensor, *, budget: int, depth:
 
     Costs one device-to-host copy of the marginals. A tree with fewer possible prefixes is smaller and padded.
     """
+    if budget < 1:
+        raise ValueError(f"budget: {budget} is not allowed (allowed: an integer >= 1); raise budget")
     rows = marginals.tokens.shape[1]
     if not 1 <= depth <= rows:
         raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")

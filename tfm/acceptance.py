@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tfm.config import GREEDY_BELOW, RULES
+from tfm.config import GREEDY_BELOW, RULES, check_temperature
 from tfm.sampling import next_tokens, uniform
 from tfm.traversal import HashChance, bonus_weights, legacy_traverse, traverse
 from tfm.tree import DraftTree
@@ -41,10 +41,12 @@ def accept(
     """Return the accepted path, the bonus token and the lossless bound of each request.
 
     The token after node n has absolute position root_positions + depth[n] + 1. Raises ValueError on an unknown rule
-    and on `greedy` above temperature 0. Costs one device-to-host copy (the depth of the trees).
+    and on `greedy` above temperature 0. Costs one device-to-host copy (the depth of the trees); the
+    traversal rules run on the host and copy the tree and its rows.
     """
     if rule not in RULES:
         raise ValueError(f"rule: {rule!r} is not allowed (allowed: {', '.join(RULES)}); choose one of them")
+    check_temperature(temperature)
     is_greedy = temperature < GREEDY_BELOW
     if rule == "greedy" and not is_greedy:
         raise ValueError(f"rule: 'greedy' is not allowed at temperature {temperature} (allowed: 0); use target_only")

@@ -49,6 +49,8 @@ def default_width(budget: int) -> int:
 
 def count_expansions(budget: int, width: int, children: int) -> int:
     """Return the expansions of a tree whose frontier never runs dry; ceil(budget / width) when width <= children."""
+    if min(budget, width, children) < 1:
+        raise ValueError(f"budget, width, children: {budget}, {width}, {children} (allowed: integers >= 1); raise them")
     nodes, frontier, expansions = 0, children, 1
     while True:
         taken = min(width, frontier, budget - nodes)
@@ -103,6 +105,9 @@ class Growth:
         depth: int,
     ):
         requests, rows, candidates = marginals.tokens.shape
+        for key, value in (("budget", budget), ("width", width), ("children", children)):
+            if value < 1:
+                raise ValueError(f"{key}: {value} is not allowed (allowed: an integer >= 1); raise {key}")
         if not 1 <= depth <= rows:
             raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
         self.expansions = 0

@@ -47,10 +47,11 @@ class DecodeConfig:
         _one_of("method", self.method, sorted(METHOD_PARTS))
         _one_of("rule", self.rule, RULES)
         _one_of("gdn_backend", self.gdn_backend, BACKENDS)
-        if not isinstance(self.temperature, int | float) or not (
-            math.isfinite(self.temperature) and self.temperature >= 0
-        ):
-            _refuse("temperature", self.temperature, "a finite number >= 0", "use 0 for greedy, 1 for the target's law")
+        check_temperature(self.temperature)
+        if not isinstance(self.stop, tuple) or not all(isinstance(word, str) and word for word in self.stop):
+            _refuse("stop", self.stop, "a tuple of non-empty strings", "leave it out for none")
+        if not isinstance(self.eos_tokens, tuple) or not all(type(token) is int for token in self.eos_tokens):
+            _refuse("eos_tokens", self.eos_tokens, "a tuple of token ids", "leave it out for none")
         if self.rule == "greedy" and not self.is_greedy:
             _refuse(
                 "rule", self.rule, "greedy only at temperature 0", f"temperature is {self.temperature}; use target_only"
@@ -73,6 +74,13 @@ class DecodeConfig:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
             _refuse("seed", self.seed, "an integer >= 0", "give a seed; there is no implicit one")
         return self
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError unless `temperature` is a finite number >= 0."""
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not (math.isfinite(temperature) and temperature >= 0):
+        _refuse("temperature", temperature, "a finite number >= 0", "use 0 for greedy, 1 for the target's law")
 
 
 def _refuse(key: str, value, allowed: str, remedy: str) -> None:

@@ -4,7 +4,7 @@ Autoregressive decoding is the tree of the root alone and a chain is a tree with
 the same target, rules, noise and counters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfm.acceptance import VerifyResult, accept
 from tfm.clock import OFF, Clock
-from tfm.config import DecodeConfig
+from tfm.config import METHOD_PARTS, DecodeConfig
 from tfm.marginals import Marginals
 from tfm.sampling import next_tokens
 from tfm.target import Target, TargetOutput
@@ -41,6 +41,31 @@ class Models:
     target: Target
     drafter: "Drafter | None" = None
     weaver: "Weaver | None" = None
+
+    def check(self, method: str) -> None:
+        """Raise ValueError unless the parts that `method` needs are here and fit each other and the target."""
+        for part in METHOD_PARTS[method]:
+            if getattr(self, part) is None:
+                raise ValueError(f"{part}: None is not allowed for method {method}; load the {part}")
+        for key, value, allowed, what in self._facts():
+            if value != allowed:
+                raise ValueError(f"{key}: {value!r} is not allowed (allowed: {allowed!r}, {what}); load parts that fit")
+
+    def _facts(self) -> Iterator[tuple[str, object, object, str]]:
+        config, drafter, weaver = self.target.config, self.drafter, self.weaver
+        if drafter is not None:
+            ids, layers = tuple(drafter.config.target_layer_ids), len(config.layer_types)
+            yield "drafter.hidden_size", drafter.config.hidden_size, config.hidden_size, "the target's"
+            yield "target_layer_ids", ids, tuple(i for i in ids if 0 <= i < layers), f"the target has {layers} layers"
+            yield "target.tap_layers", self.target.tap_layers, ids, "the drafter's target_layer_ids, in order"
+            mask = drafter.config.mask_token_id
+            yield "mask_token_id", mask, min(max(mask, 0), config.vocab_size - 1), "an id of the target's vocabulary"
+        if weaver is not None:
+            yield "weaver.d_model", weaver.config.d_model, config.hidden_size, "the target's hidden size"
+            yield "weaver.d_embed", weaver.config.d_embed, config.hidden_size, "the target's embedding width"
+            if drafter is not None:
+                rows = max(weaver.config.K, drafter.draft_rows)
+                yield "weaver.K", weaver.config.K, rows, "at least the drafter's rows"
 
 
 class Proposer(Protocol):
@@ -103,11 +128,18 @@ def decode(
     `traced` records every tree. Raises ValueError for an empty prompt or a missing model; nothing is skipped here.
     """
     config.check(models.drafter.draft_rows if models.drafter is not None else None)
+    models.check(config.method)
     if config.stop and detokenise is None:
         raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
     for prompt in prompts:
         if not prompt.tokens:
             raise ValueError(f"prompt {prompt.id}: [] is not allowed (allowed: one token or more); skip empty prompts")
+        outside = [token for token in prompt.tokens if not 0 <= token < models.target.config.vocab_size]
+        if outside:
+            allowed = f"0 to {models.target.config.vocab_size - 1}"
+            raise ValueError(
+                f"prompt {prompt.id}: token {outside[0]} is not allowed (allowed: {allowed}); check tokenizer"
+            )
     with torch.inference_mode():
         for start in range(0, len(prompts), config.requests):
             batch = _Batch(prompts[start : start + config.requests], models, config, clock, detokenise, traced)
@@ -232,9 +264,18 @@ class _Batch:
         roots = next_tokens(
             output.logits, lengths[:, None], self.indices, seed=config.seed, temperature=config.temperature
         )[:, 0]
+        self._refuse_nan(output.logits, torch.zeros_like(roots), roots)
         for request, root in zip(self.requests, roots.tolist(), strict=True):
             request.emit([root])
         return Context(self.models, output, lengths, roots, max_tokens=max_tokens)
+
+    def _refuse_nan(self, logits: Tensor, nodes: Tensor, tokens: Tensor) -> None:
+        # of a row with a NaN the chosen token's logit is NaN; it must not pass for token 0
+        chosen = logits[torch.arange(len(nodes), device=nodes.device), nodes, tokens].tolist()
+        for request, value in zip(self.requests, chosen, strict=True):
+            if value != value and request.finish_reason is None:
+                where = f"prompt {request.prompt.id}, after {len(request.output)} tokens"
+                raise ValueError(f"logits: NaN ({where}); the target's weights or dtype are broken, check them")
 
     def _step(self, context: Context, proposer: Proposer) -> None:
         clock, config = self.clock, self.config
@@ -254,6 +295,8 @@ class _Batch:
                 root_positions=self.cache.lengths,
             )
             host, host_tree = _to_host(_HostResult, result), _to_host(_HostTree, tree)
+            leaf = result.path.gather(1, result.accepted[:, None])[:, 0]
+            self._refuse_nan(output.logits, leaf, result.bonus)
         for row, request in enumerate(self.requests):
             if request.finish_reason is None:
                 request.record(host_tree, row, host, self.traced)

@@ -50,13 +50,19 @@ class TargetConfig:
         Raises ValueError for a missing size and for what this implementation does not do (scaled rotary positions,
         biased attention, another activation).
         """
+        if not isinstance(raw, dict):
+            raise ValueError(f"config.json: {type(raw).__name__} is not an object; take the file of the checkpoint")
         text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else dict(raw)
+        # of a multimodal model the outer entry decides, as in transformers
+        text["tie_word_embeddings"] = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         _refuse_unsupported(text, rope)
         text.setdefault("rope_theta", rope.get("rope_theta", 1e7))
         text.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor", 0.25))
         if not text.get("layer_types"):
             every = text.get("full_attention_interval", 4)
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(f"config.json: full_attention_interval {every!r} is not allowed (allowed: 1 or more)")
             count = text.get("num_hidden_layers", 0)
             text["layer_types"] = [ATTENTION if (i + 1) % every == 0 else GDN for i in range(count)]
         eos = text.get("eos_token_id")
@@ -224,7 +230,8 @@ class GatedDeltaNet(nn.Module):
         if rows.lengths is not None:
             # a padding row neither decays nor writes, so the state after the last row is that of the last real one
             real = (torch.arange(mixed.shape[1], device=mixed.device) < rows.lengths[:, None])[..., None]
-            log_decay, beta = log_decay * real, beta * real
+            # filled, not multiplied: a decay of -inf times 0 is NaN
+            log_decay, beta = log_decay.masked_fill(~real, 0.0), beta * real
         heads, dims = self.config.linear_num_value_heads, (self.config.linear_key_head_dim, v.shape[-1])
         dtype = torch.float64 if mixed.dtype == torch.float64 else torch.float32
         start = torch.zeros(len(mixed), heads, *dims, dtype=dtype, device=mixed.device)

@@ -114,8 +114,8 @@ def _states(parents, target, rest, draft) -> list[NodeState]:
         best = max((draft[node] for node in nodes), default=0.0)
         weights = {node: math.exp(draft[node] - best) for node in nodes}
         # a child without draft mass is never tried; leaving it out keeps every ratio finite and the law exact
-        alive = [node for node in nodes if weights[node] > 0]
         total = sum(weights.values())
+        alive = [node for node in nodes if weights[node] / total > 0]
         states.append(
             NodeState(
                 alive=alive,

@@ -14,13 +14,18 @@ def validate_parents(parents: Tensor, num_nodes: Tensor | None = None) -> None:
     Node 0 is the root and has parent -1; every other node's parent stands before it. Rows past `num_nodes` [R] are
     padding and carry parent -1. The message names the request, the node and the value.
     """
-    if parents.dim() != 2:
-        raise ValueError(f"parents: shape {tuple(parents.shape)}, expected [requests, nodes]")
+    if parents.dim() != 2 or parents.is_floating_point():
+        raise ValueError(f"parents: {parents.dtype} of shape {tuple(parents.shape)}, expected int64 [requests, nodes]")
     requests, width = parents.shape
+    if num_nodes is not None and num_nodes.shape != (requests,):
+        raise ValueError(
+            f"num_nodes: shape {tuple(num_nodes.shape)}, expected one count for each of {requests} requests"
+        )
     counts = [width] * requests if num_nodes is None else num_nodes.tolist()
     for request, (row, count) in enumerate(zip(parents.tolist(), counts, strict=True)):
         if not 1 <= count <= width:
-            raise ValueError(f"parents: request {request} has {count} nodes, expected 1 to {width} (the root counts)")
+            allowed = f"1 to {width}" if width else "at least 1"
+            raise ValueError(f"parents: request {request} has {count} nodes, expected {allowed} (the root counts)")
         if row[0] != -1:
             raise ValueError(f"parents: request {request}, node 0 has parent {row[0]}; node 0 is the root, parent -1")
         for node in range(1, count):
@@ -50,13 +55,16 @@ class DraftTree:
     depths: Tensor  # [R, N] int64
     log_probs: Tensor  # [R, N] float32, of each node given its parent; 0 at the root
     num_nodes: Tensor  # [R] int64, the root counts
-    is_chain: bool = False  # every request is a chain 0 -> 1 -> ...; lets the target take its causal path
+    is_chain: bool = False  # every request is a chain 0 -> 1 -> ...: its ancestor mask is a plain triangle
 
     @staticmethod
     def build(tokens: Tensor, parents: Tensor, log_probs: Tensor | None = None, num_nodes: Tensor | None = None):
         """Return a checked tree from tokens and parents [R, N]; raises ValueError as `validate` does."""
+        validate_parents(parents, num_nodes)
+        if tokens.shape != parents.shape or (log_probs is not None and log_probs.shape != parents.shape):
+            shapes = [tuple(x.shape) for x in (tokens, log_probs) if x is not None]
+            raise ValueError(f"tokens, log_probs: shapes {shapes}, expected {tuple(parents.shape)} as parents have")
         counts = tokens.new_full((len(tokens),), tokens.shape[1]) if num_nodes is None else num_nodes
-        validate_parents(parents, counts)
         tree = DraftTree(
             tokens=tokens,
             parents=parents,
@@ -93,6 +101,10 @@ class DraftTree:
     def validate(self) -> None:
         """Raise ValueError when an invariant of the class does not hold. Not called inside a timed step."""
         validate_parents(self.parents, self.num_nodes)
+        if bool((self.tokens < 0).any()):
+            raise ValueError(f"tokens: {int(self.tokens.min())} is not allowed (allowed: ids >= 0; 0 for padding)")
+        if bool((self.tokens.masked_fill(self.is_real, 0) != 0).any()):
+            raise ValueError("tokens: padding rows must carry token 0")
         if not torch.equal(self.depths, node_depths(self.parents)):
             raise ValueError("depths: they do not follow from parents")
         for request, count in enumerate(self.num_nodes.tolist()):

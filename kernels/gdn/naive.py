@@ -8,6 +8,9 @@ A node's state follows from its parent's, not from the node before it:
 import torch
 from torch import Tensor
 
+# exp of this is 0 in float64 too; with a log-decay of -inf, differences of path sums would not exist
+MIN_LOG_DECAY = -1e4
+
 
 def naive_states(
     q: Tensor,  # [R, N, H, K], normalised and scaled
@@ -41,7 +44,7 @@ def naive_tree_verify(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`tree_verify` by the definition; shapes as in `tfm_kernels.gdn.tree_verify`."""
     out, _, writes = naive_states(q, k, v, log_decay, beta, parents, state)
-    path_log_decay = log_decay.double().clone()
+    path_log_decay = log_decay.double().clamp(min=MIN_LOG_DECAY)
     for request, row in enumerate(parents.tolist()):
         for node, parent in enumerate(row):
             if parent >= 0:

@@ -34,7 +34,9 @@ def tree_verify(
     Returns (out [R, N, HV, V], u [R, N, HV, V], path_log_decay [R, N, HV] float64): out and u in the state's dtype.
     u and path_log_decay are all that `commit` needs of the tree. Rows with parent -1 are independent of the others.
     """
-    _check(q, k, v, parents, state)
+    _check(q, k, v, log_decay, beta, parents, state)
+    if ancestors is None:
+        _check_parents(parents)
     resolve_backend(backend, state.device, state.dtype)
     if backend == "naive":
         return naive.naive_tree_verify(q, k, v, log_decay, beta, parents, state)
@@ -60,13 +62,16 @@ def commit(
 
 
 def check_path(path: Tensor, nodes: int) -> None:
-    """Raise ValueError unless `path` [R, P] holds node indices below `nodes`, with -1 only as trailing padding."""
-    low, high = int(path.min()), int(path.max())
-    gap = bool(((path[:, :-1] < 0) & (path[:, 1:] >= 0)).any())
-    if path.dim() != 2 or low < -1 or high >= nodes or gap:
+    """Raise ValueError unless `path` [R, P] holds ascending node indices below `nodes`, then -1 as padding."""
+    is_path = path.dim() == 2 and path.numel() > 0
+    if is_path:
+        climbs = (path[:, 1:] >= 0) & (path[:, 1:] <= path[:, :-1])
+        gap = (path[:, :-1] < 0) & (path[:, 1:] >= 0)
+        is_path = int(path.min()) >= -1 and int(path.max()) < nodes and not bool((climbs | gap).any())
+    if not is_path:
         raise ValueError(
-            f"path: {path.tolist()} is not allowed (allowed: nodes 0 to {nodes - 1}, then -1 as padding); "
-            "pass the path of the tree that was verified"
+            f"path: {path.tolist()} is not allowed (allowed: [requests, length], ascending nodes 0 to {nodes - 1}, "
+            "then -1 as padding); pass the path of the tree that was verified"
         )
 
 
@@ -87,7 +92,16 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     return reach > 0
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, parents: Tensor, state: Tensor) -> None:
+def _check_parents(parents: Tensor) -> None:
+    rows = torch.arange(parents.shape[1], device=parents.device)
+    if parents.is_floating_point() or bool(((parents >= rows) | (parents < -1)).any()):
+        raise ValueError(
+            f"parents: {parents.tolist()} is not allowed (allowed: integers, parents[i] < i, -1 for roots and padding); "
+            "put parents before their children"
+        )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, parents: Tensor, state: Tensor) -> None:
     requests, nodes, heads, key_dim = k.shape
     expected = (requests, v.shape[2], key_dim, v.shape[3])
     if v.shape[2] % heads:
@@ -95,5 +109,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, parents: Tensor, state: Tensor) -> N
     if q.shape != k.shape or v.shape[:2] != (requests, nodes) or parents.shape != (requests, nodes):
         shapes = [tuple(x.shape) for x in (q, k, v, parents)]
         raise ValueError(f"q, k, v, parents: shapes {shapes} disagree; all carry [requests, nodes] first")
+    if log_decay.shape != v.shape[:3] or beta.shape != v.shape[:3]:
+        shapes = [tuple(log_decay.shape), tuple(beta.shape)]
+        raise ValueError(f"log_decay, beta: shapes {shapes}, expected {tuple(v.shape[:3])} = [requests, nodes, HV]")
     if state.shape != expected:
         raise ValueError(f"state: shape {tuple(state.shape)}, expected {expected} = [requests, value heads, K, V]")

@@ -15,8 +15,8 @@ a strong decay makes |G| large. Everything else is computed in the state's dtype
 import torch
 from torch import Tensor
 
-# exp of this is 0 in float64 too; a log-decay of -inf would make G_i - G_j undefined
-MIN_LOG_DECAY = -1e4
+from tfm_kernels.gdn.naive import MIN_LOG_DECAY
+
 CHUNK = 64
 
 
