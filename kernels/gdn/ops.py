@@ -96,7 +96,7 @@ def _check_parents(parents: Tensor) -> None:
     rows = torch.arange(parents.shape[1], device=parents.device)
     if parents.is_floating_point() or bool(((parents >= rows) | (parents < -1)).any()):
         raise ValueError(
-            f"parents: {parents.tolist()} is not allowed (allowed: integers, parents[i] < i, -1 for roots and padding); "
+            f"parents: {parents.tolist()} is not allowed (allowed: integers, parents[i] < i, -1 for roots, padding); "
             "put parents before their children"
         )
 
