@@ -468,3 +468,20 @@ def flagged_chain(flags):
 
 def chi_square_tail(statistic, freedom):
     return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))
+
+
+@pytest.mark.parametrize("rule", ["traversal", "legacy_traversal"])
+def test_a_draft_weight_too_small_to_divide_is_never_tried(rule):
+    """exp(-744.4) is subnormal, and nothing after division by the siblings' sum."""
+    tree = make_tree([0, 1, 2, 3, 4], [-1, 0, 0, 0, 0], [0.0, -744.4, 0.0, 0.0, 0.0])
+    for seed in range(20):
+        result = accept(
+            tree,
+            torch.zeros(1, 5, 6),
+            rule=rule,
+            temperature=1.0,
+            seed=seed,
+            indices=torch.tensor([0]),
+            root_positions=torch.tensor([3]),
+        )
+        assert result.path[0, 1:].tolist() != [1]

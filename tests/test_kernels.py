@@ -89,11 +89,12 @@ def test_solve_in_float32_stays_within_1e_4_over_1000_trees():
     ],
 )
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_strong_decay_is_finite_and_equals_the_recurrence(decays, shape):
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_strong_decay_is_finite_and_equals_the_recurrence(decays, shape, backend):
     parents = chain(len(decays)) if shape == "chain" else random_parents(len(decays), 5)
     q, k, v, _, beta, _, state = gdn_inputs(parents, dtype=torch.float32)
     log_decay = torch.tensor(decays)[None, :, None].expand(1, -1, v.shape[2])
-    out, u, path_log_decay = ops.tree_verify(q, k, v, log_decay, beta, parents, state, backend="solve")
+    out, u, path_log_decay = ops.tree_verify(q, k, v, log_decay, beta, parents, state, backend=backend)
     expected, states, _ = naive.naive_states(
         q.double(), k.double(), v.double(), log_decay.double(), beta.double(), parents, state.double()
     )
@@ -142,7 +143,9 @@ def test_an_empty_path_keeps_the_state_bit_for_bit():
     assert not torch.equal(committed[0], inputs[-1][0])
 
 
-@pytest.mark.parametrize("path", [[[0, 7]], [[-2, 0]], [[0, -1, 3]], [[-1, 0]]], ids=str)
+@pytest.mark.parametrize(
+    "path", [[[0, 7]], [[-2, 0]], [[0, -1, 3]], [[-1, 0]], [[0, 2, 1]], [[0, 0]], [0, 1], [[]]], ids=str
+)
 def test_commit_refuses_a_path_outside_the_tree(path):
     parents = random_parents(7, 1)
     inputs = gdn_inputs(parents)
@@ -278,5 +281,11 @@ def test_inputs_of_other_shapes_are_refused_with_their_name():
         ops.tree_verify(q, k, v, log_decay, beta, parents, state[:, :, :-1], backend="solve")
     with pytest.raises(ValueError, match="no multiple"):
         ops.tree_verify(q, k, v[:, :, :5], log_decay, beta, parents, state, backend="solve")
+    with pytest.raises(ValueError, match="log_decay, beta: shapes"):
+        ops.tree_verify(q, k, v, log_decay[..., :1], beta, parents, state, backend="solve")
+    for bad in ([[-1, 0, 5, 0, 0]], [[-1, 2, 0, 0, 0]], [[-1, 0, -2, 0, 0]]):
+        for backend in ops.BACKENDS:
+            with pytest.raises(ValueError, match="parents: .*parents before their children"):
+                ops.tree_verify(q, k, v, log_decay, beta, torch.tensor(bad), state, backend=backend)
     with pytest.raises(ValueError, match="q, k, v, parents"):
         ops.tree_verify(q, k, v, log_decay, beta, parents[:, :4], state, backend="solve")

@@ -291,6 +291,8 @@ def test_the_config_names_what_is_missing_or_unsupported():
 def test_a_multimodal_config_gives_its_text_config():
     text = {name: getattr(CONFIG, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
     text |= {name: getattr(CONFIG, name) for name in vars(CONFIG) if name.startswith(("linear_", "num_"))}
-    config = TargetConfig.from_dict({"text_config": {**text, "num_hidden_layers": 8, "full_attention_interval": 4}})
+    text |= {"num_hidden_layers": 8, "full_attention_interval": 4, "tie_word_embeddings": False}
+    config = TargetConfig.from_dict({"text_config": text, "tie_word_embeddings": True})
+    assert config.tie_word_embeddings  # the outer entry decides, as in transformers
     assert config.layer_types.count("full_attention") == 2
     assert config.layer_types[3] == "full_attention"
