@@ -22,6 +22,17 @@ include: "workflows/rules/report.smk"
 include: "workflows/rules/train.smk"
 
 
+# after the rules: Snakemake expands <cell> too late for constraints that stand before them
+wildcard_constraints:
+    engine=ENGINE,
+    target=TARGET,
+    dataset=DATASET,
+    variant=VARIANT,
+    setting=SETTING,
+    think="(-think)?",
+    seed=SEED,
+
+
 rule all:
     default_target: True
     input:

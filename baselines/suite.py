@@ -1,18 +1,21 @@
 """A suite's config, checked and expanded into cells. The Snakefile and the `tfm` command both start here."""
 
+import contextlib
 import difflib
 import functools
 import json
 import math
+import os
 import re
 from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 
 import jsonschema
 import yaml
 
 from tfm.config import METHOD_PARTS, RULES, DecodeConfig
-from tfm.manifest import sha256_weights
+from tfm.manifest import sha256_weights, weight_files
 from tfm.pins import load_pins
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
@@ -36,7 +39,17 @@ SWEEPS = {
 }
 DEFAULT_RULE = "target_only"
 STAGED = "stages"
+# figure -> the table that it is drawn from
+FIGURE_TABLES = {
+    "throughput": "per_set",
+    "tau": "per_set",
+    "latency": "latency",
+    "acceptance_by_position": "acceptance_by_position",
+    "sweeps": "sweeps",
+}
 NUMBER = "[1-9][0-9]*"
+SETTING = r"t(?:0|[1-9]\d*)(?:\.\d*[1-9])?(?:-think)?"  # the pattern of setting_name
+RESERVED = ("published", "train")  # folders of results/ that are no suite's
 
 
 @dataclass(frozen=True)
@@ -71,12 +84,19 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
     """
     schema = yaml.safe_load(SCHEMA_FILE.read_text())
     config = _typed({**{key: [] for key in (*SWEEPS, "open") if key != "budgets"}, **raw}, schema)
+    if given and "suite" in given and set(raw) <= set(given) and not set(schema["required"]) <= set(raw):
+        raise ValueError(
+            f"suite: {raw['suite']!r} is a name without a config (a suite stands alone, nano's keys do not fill it); "
+            "pass its file with --configfile FILE, or leave suite out for suite nano; nothing was run"
+        )
     _raise_if(_schema_problems(config, schema))
     if config.get("data"):
         real = {**config.pop("real", {}), **(given or {})}
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
     config = {"data": None, "width": None, "depth": None, "title": config["suite"], **config}
+    # DIR and DIR/ are one folder, and so they are one job
+    config |= {key: os.path.normpath(config[key]) for key in ("data", "weights") if config[key]}
     config.pop("real", None)
     _raise_if(_meaning_problems(config))
     first = {"dataset": config["datasets"][0], "temperature": max(config["temperatures"])}
@@ -104,7 +124,7 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
     """Return one cell with everything that decides its records; raises ValueError for names that are not allowed."""
     _one_of("dataset", dataset, config["datasets"])
     parsed, (temperature, reasoning) = parse_variant(variant, config), parse_setting(setting)
-    if not str(seed).isdigit():
+    if not re.fullmatch("0|[1-9][0-9]*", str(seed)):
         raise ValueError(f"seed: {seed!r} is not allowed (allowed: an integer >= 0); write seed0, seed1, ...")
     seed = int(seed)
     timed = parsed.staged or (parsed in headline(config) and seed == config["seeds"][0])
@@ -153,17 +173,22 @@ def cell_path(config: dict, *, dataset: str, variant: str, setting: str, seed) -
 
 
 def setting_name(temperature: float, *, reasoning: bool = False) -> str:
-    """Return t0, t1, t0.6, ... with -think when reasoning is on."""
-    return f"t{temperature:g}" + ("-think" if reasoning else "")
+    """Return t0, t1, t0.6, t0.000001, ... (every digit, no exponent), with -think when reasoning is on."""
+    digits = Decimal(repr(float(temperature) + 0.0)).normalize()  # + 0.0: no minus before zero
+    return f"t{digits:f}" + ("-think" if reasoning else "")
 
 
 def parse_setting(name: str) -> tuple[float, bool]:
-    """Return (temperature, reasoning) of a setting's name."""
+    """Return (temperature, reasoning) of a setting's name; raises ValueError for another spelling of it."""
     match = re.fullmatch(r"t(\d+(?:\.\d+)?)(-think)?", name)
     if not match:
         raise ValueError(f"setting: {name!r} is not allowed (allowed: t0, t1, t0.6, ..., each also with -think)")
     number = float(match[1])
-    return (int(number) if number == int(number) else number), match[2] is not None
+    temperature, reasoning = int(number) if number.is_integer() else number, match[2] is not None
+    spelled = setting_name(temperature, reasoning=reasoning) if math.isfinite(number) else "a finite number"
+    if spelled != name:
+        raise ValueError(f"setting: {name!r} is another spelling; write {spelled!r}, the name of that cell")
+    return temperature, reasoning
 
 
 def parse_variant(name: str, config: dict) -> Variant:
@@ -211,8 +236,19 @@ def draft_rows(config: dict) -> int | None:
     if not path.exists():
         return None
     fields = json.loads(path.read_text())
-    block_size = fields.get("dflash_config", {}).get("block_size") or fields.get("block_size")
-    return block_size - 1 if block_size else None
+    block_size = (fields.get("dflash_config") or {}).get("block_size") or fields.get("block_size")
+    if not block_size:
+        from tfm.drafter import DrafterConfig  # needs torch, whose import takes seconds
+
+        block_size = DrafterConfig.from_dict(fields).block_size
+    return block_size - 1
+
+
+def missing_weights(config: dict) -> list[str]:
+    """Return the folders of the parts that the suite's methods need and that hold no file."""
+    parts = dict.fromkeys(["target", *(part for method in config["methods"] for part in METHOD_PARTS[method])])
+    folders = [f"{config['weights']}/{part}" for part in parts]
+    return [folder for folder in folders if not weight_files(Path(folder))]
 
 
 def weight_digests(config: dict) -> dict[str, str | None]:
@@ -255,17 +291,32 @@ def _variant(config: dict, method: str, **overrides) -> Variant:
 
 
 def _meaning_problems(config: dict) -> list[str]:
-    problems = []
+    problems, named = [], {}
+    if config["suite"] in RESERVED:
+        problems.append(
+            f"suite: {config['suite']!r} is not allowed (allowed: any name but {', '.join(RESERVED)}, which are "
+            "folders of results/); choose another name"
+        )
     for value in config["temperatures"]:
         if not math.isfinite(value):
             problems.append(f"temperatures: {value!r} is not allowed (allowed: finite numbers >= 0); use 0 for greedy")
+        elif (first := named.setdefault(setting_name(value), value)) is not value:
+            problems.append(
+                f"temperatures: {value!r} is not allowed (allowed: each once; {first!r} has the same name, "
+                f"{setting_name(value)}); remove one of them"
+            )
     for key, inside in (("dataset", "datasets"), ("temperature", "temperatures")):
         value = config["side"][key]
         if value is not None and value not in config[inside]:
             problems.append(
                 _refusal(f"side.{key}", value, config[inside], f"choose one of the suite's {inside}, or null")
             )
-    problems += _dataset_problems(config)
+    problems += [*_dataset_problems(config), *_limit_problems(config)]
+    for figure in (name for name in config["figures"] if FIGURE_TABLES[name] not in config["tables"]):
+        needed = FIGURE_TABLES[figure]
+        remedy = f"it is drawn from table {needed}: add {needed} to tables, or leave the figure out"
+        allowed = [name for name, table in FIGURE_TABLES.items() if table in config["tables"]]
+        problems.append(_refusal("figures", figure, allowed or ["none with these tables"], remedy))
     rows = draft_rows(config)
     for key, values in (("depth", [config["depth"]]), ("depths", config["depths"])):
         for value in values:
@@ -273,6 +324,36 @@ def _meaning_problems(config: dict) -> list[str]:
                 problems.append(
                     f"{key}: {value} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower {key}"
                 )
+    return problems
+
+
+def _limit_problems(config: dict) -> list[str]:
+    """Return what exceeds the context, the target's sizes or the candidates; weights that are not here refuse nothing.
+
+    Sizes are read from the target's config.json.
+    """
+    problems = []
+
+    def at_most(key: str, value: int, limit: int | None, why: str) -> None:
+        if limit is not None and value > limit:
+            problems.append(f"{key}: {value} is not allowed (allowed: 1 to {limit}, {why}); lower {key}")
+
+    path = Path(config["weights"]) / "target/config.json"
+    fields = json.loads(path.read_text()) if path.exists() else {}
+    sizes = fields.get("text_config") or fields
+    at_most("context", config["context"], sizes.get("max_position_embeddings"), "the positions that the target holds")
+    at_most("max_new_tokens", config["max_new_tokens"], config["context"] - 1, "context less one prompt token")
+    if "tfm" in config["methods"]:
+        vocabulary = "the target's vocabulary"
+        at_most("candidates", config["candidates"], sizes.get("vocab_size"), vocabulary)
+        for value in config["candidate_counts"]:
+            at_most("candidate_counts", value, sizes.get("vocab_size"), vocabulary)
+        at_most("children", config["children"], min([config["candidates"], *config["candidate_counts"]]), "candidates")
+        for value in config["children_counts"]:
+            at_most("children_counts", value, config["candidates"], "candidates")
+    for name in config["datasets"]:
+        rows = pins()[config["source"]].get(name, {}).get("rows")
+        at_most("prompts", config["prompts"], rows, f"the rows of {name}; prompts are never repeated")
     return problems
 
 
@@ -289,6 +370,14 @@ def _dataset_problems(config: dict) -> list[str]:
         problems.append("data: null is not allowed with source local; give the folder of the sets, --config data=DIR")
     elif config["data"] is not None and not Path(config["data"]).is_dir():
         problems.append(f"data: {config['data']!r} is not a folder; give the folder that holds the sets' .jsonl files")
+    elif source == "local":
+        for name in (name for name in config["datasets"] if name in known["local"]):
+            file = known["local"][name]["file"]
+            if not (Path(config["data"]) / file).is_file():
+                problems.append(
+                    f"data: {config['data']!r} is not allowed (allowed: a folder with {file}, which {name} needs); "
+                    f"put the file there (source: {known['local'][name]['source']}), or leave the set out"
+                )
     return problems
 
 
@@ -318,11 +407,10 @@ def _explain(error: jsonschema.ValidationError) -> list[str]:
             for name in sorted(set(error.instance) - set(known))
         ]
     if error.validator == "required":
-        missing = [name for name in error.validator_value if name not in error.instance]
-        return [
-            f"{'.'.join([*path, name])}: missing key; add it ({here['properties'][name].get('description', '')})"
-            for name in missing
-        ][:1]
+        # one error a missing key; its message starts with the quoted name
+        name = next(name for name in error.validator_value if error.message.startswith(repr(name)))
+        meaning = here["properties"][name].get("description", "")
+        return [f"{'.'.join([*path, name])}: missing key; add it ({meaning})"]
     allowed = ", ".join(map(str, error.validator_value)) if error.validator == "enum" else _allowed(here)
     hint = _did_you_mean(error.instance, error.validator_value) if error.validator == "enum" else ""
     meaning = _description(path)
@@ -371,6 +459,8 @@ def _as_type(value, schema: dict):
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if value == "null" and kinds != ["string"]:
         return None
+    if isinstance(value, dict) and "properties" in schema:
+        return _typed(value, schema)
     if "array" in kinds and value is not None and not isinstance(value, list | dict):
         parts = value.split(",") if isinstance(value, str) else [value]
         value = [part.strip() if isinstance(part, str) else part for part in parts]
@@ -383,8 +473,12 @@ def _as_type(value, schema: dict):
             parsed = yaml.safe_load(value)
         except yaml.YAMLError:
             return value
-        return parsed if isinstance(parsed, int | float) else value
-    return value
+        if isinstance(parsed, str) and "number" in kinds:
+            with contextlib.suppress(ValueError):
+                parsed = float(parsed)  # YAML takes 1e-6 for a word
+        value = parsed if isinstance(parsed, int | float) else value
+    # 64.0 would name another cell than 64
+    return int(value) if isinstance(value, float) and value.is_integer() and "boolean" not in kinds else value
 
 
 def _raise_if(problems: list[str]) -> None:

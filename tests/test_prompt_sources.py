@@ -347,6 +347,26 @@ def test_a_cut_prepared_file_is_named_with_the_remedy(tmp_path, kept):
         read_prepared(out)
 
 
+def test_an_altered_prepared_file_is_refused(tmp_path):
+    _, out = run_script("--dataset", "sample-chat", "--source", "embedded", tmp_path=tmp_path)
+    lines = out.read_text().splitlines(keepends=True)
+    changed = json.loads(lines[0])
+    changed["tokens"][0] += 1
+    for kept in (lines[:-1], [json.dumps(changed) + "\n", *lines[1:]]):
+        out.write_text("".join(kept))
+        with pytest.raises(ValueError, match="set.jsonl was cut or altered: .*set.manifest.json says.*--force"):
+            read_prepared(out)
+    out.write_text("".join([*lines, lines[0]]))
+    with pytest.raises(ValueError, match=r"line \d+: id '.*' is there twice"):
+        read_prepared(out)
+    out.write_text("".join(lines[:-1]))
+    out.with_suffix(".manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="set.manifest.json: no manifest"):
+        read_prepared(out)
+    out.with_suffix(".manifest.json").unlink()
+    assert len(read_prepared(out)) == len(lines) - 1
+
+
 def test_bad_input_to_the_script_exits_2_with_one_line_and_no_file(tmp_path):
     out = tmp_path / "x.jsonl"
     command = [sys.executable, str(SCRIPT), "--dataset", "sample-chat", "--source", "embedded", "--limit", "200"]

@@ -31,6 +31,16 @@ BAD = {  # C113: what is wrong -> (change, words of the message)
     "prompts_word": ({"prompts": "many"}, ["prompts: 'many'", "integer"]),
     "legacy_in_headline": ({"methods": ["tfm-b64-w4-legacy_traversal"]}, ["methods:", "not allowed"]),
     "device": ({"device": "gpu"}, ["device: 'gpu'", "cpu, cuda"]),
+    "context": ({"context": 4096}, ["context: 4096", "1 to 2048", "target holds", "lower context"]),
+    "no_room": ({"context": 32}, ["max_new_tokens: 48", "1 to 31", "lower max_new_tokens"]),
+    "candidates": ({"candidate_counts": [4096]}, ["candidate_counts: 4096", "1 to 2048, the target's vocabulary"]),
+    "children": ({"children": 20}, ["children: 20", "1 to 16, candidates"]),
+    "children_counts": ({"children_counts": [65]}, ["children_counts: 65", "1 to 64, candidates"]),
+    "prompts": ({"prompts": 17}, ["prompts: 17", "1 to 16, the rows of sample-chat", "never repeated"]),
+    "data_file": ({"data": "workflows"}, ["data: 'workflows'", "a folder with mtbench.jsonl, which mtbench needs"]),
+    "figure": ({"tables": ["headline"]}, ["figures: 'tau'", "drawn from table per_set", "add per_set to tables"]),
+    "two_missing": ({"budgets": ..., "audit": ...}, ["2 problems", "budgets: missing key", "audit: missing key"]),
+    "suite_reserved": ({"suite": "train"}, ["suite: 'train'", "published, train", "choose another name"]),
     "two_at_once": ({"budget": 0, "buget": 1}, ["2 problems", "budget: 0", "buget: unknown key"]),
 }
 
@@ -52,6 +62,7 @@ def test_bad_config_is_refused_with_key_value_allowed_and_remedy(case):  # C113
         ("temperatures=-1", ["temperatures: -1"]),
         ("budget=0", ["budget: 0"]),
         ("methods=ar,dflsh", ["methods: 'dflsh'", "did you mean dflash?"]),
+        ("suite=foo", ["suite: 'foo'", "stands alone", "--configfile"]),
         ("datasets=", ["datasets: null", "sample-chat, sample-math"]),
     ],
 )
@@ -66,6 +77,34 @@ def test_command_line_strings_are_typed_before_they_name_a_cell():  # C114
     assert (typed["temperatures"], typed["seeds"], typed["budget"]) == ([0, 1], [0, 3], 16)
     paths = {cell["path"] for cell in suite.expand(typed)}
     assert "results/nano/cells/torch/nano/sample-code/ddtree-b16/t0/seed0" in paths
+
+
+@pytest.mark.parametrize(
+    ("temperature", "name"),
+    [(0, "t0"), (-0.0, "t0"), (1.0, "t1"), (0.6, "t0.6"), (1e-6, "t0.000001"), (0.1234567, "t0.1234567"), (10, "t10")]
+    + [(1e9, "t1000000000"), (5e-324, None), (1.7976931348623157e308, None), (0.1 + 0.2, "t0.30000000000000004")],
+)
+def test_a_setting_spells_every_digit_of_its_temperature(temperature, name):
+    spelled = suite.setting_name(temperature, reasoning=True)
+    assert suite.parse_setting(spelled) == (temperature, True) and re.fullmatch(suite.SETTING, spelled)
+    assert name is None or spelled == name + "-think"
+
+
+@pytest.mark.parametrize("name", ["t0.0", "t00", "t1.", "t01", "t0.60", "t1e-6", "t", "t" + "9" * 400])
+def test_another_spelling_of_a_setting_is_refused(name):
+    with pytest.raises(ValueError, match="setting: "):
+        suite.parse_setting(name)
+    assert not re.fullmatch(suite.SETTING, name) or name.endswith("999")
+
+
+def test_numbers_come_as_strings_and_whole_floats_and_name_the_same_cells():
+    change = {"temperatures": "1e-6,1", "budget": 64.0, "side": {"dataset": None, "temperature": "1.0"}}
+    config = suite.resolve({**NANO, **change, "reasoning": "true"})
+    assert config["temperatures"] == [1e-6, 1] and config["reasoning"] == [True]
+    assert [str(config["budget"]), str(config["side"]["temperature"])] == ["64", "1"]
+    assert "results/nano/cells/torch/nano/sample-code/ddtree-b64/t0.000001-think/seed0" in {
+        cell["path"] for cell in suite.expand(config)
+    }
 
 
 def test_depth_beyond_the_drafters_rows_is_refused(tmp_path):
@@ -105,11 +144,20 @@ def test_the_nano_suite_has_the_cells_its_readers_expect():
 
 
 def test_real_sets_replace_the_embedded_ones(tmp_path):
+    for name in NANO["real"]["datasets"]:
+        (tmp_path / suite.pins()["local"][name]["file"]).touch()
+    assert suite.resolve({**NANO, "data": f"{tmp_path}/"})["data"] == str(tmp_path)
     config = suite.resolve({**NANO, "data": str(tmp_path)})
     assert config["suite"] == "nano-real" and len(config["datasets"]) == 8 and config["prompts"] == 24
     assert not [cell for cell in suite.expand(config) if "sample-" in cell["path"]]
     given = {"data": str(tmp_path), "prompts": 3}
     assert suite.resolve({**NANO, **given}, given=given)["prompts"] == 3
+
+
+def test_weights_that_are_not_here_are_named_and_refuse_nothing(tmp_path):
+    config = suite.resolve({**NANO, "weights": str(tmp_path), "methods": ["ar", "dflash"]})
+    assert suite.missing_weights(config) == [f"{tmp_path}/target", f"{tmp_path}/drafter"]
+    assert suite.expand(config) and suite.draft_rows(config) is None
 
 
 def test_schema_methods_are_those_that_exist():

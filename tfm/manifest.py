@@ -45,9 +45,13 @@ def source_digest(method_module: str, root: Path = REPOSITORY) -> str:
     Covers tfm.decode, the method's module ("module" or "module:factory") and everything that they import inside
     kernels, tfm and baselines, plus the bytes of csrc folders on the way. Comments, docstrings and layout do not count.
     """
-    start = ["tfm.decode", method_module.partition(":")[0]]
+    return modules_digest(["tfm.decode", method_module.partition(":")[0]], root)
+
+
+def modules_digest(modules: list[str], root: Path = REPOSITORY) -> str:
+    """Return the digest of some modules and everything that they import inside this project, as in source_digest."""
     digests = {}
-    for module in import_closure(start, root):
+    for module in import_closure(modules, root):
         path = module_path(module, root)
         digests[path.relative_to(root).as_posix()] = hashlib.sha256(_canonical(_parse(path)).encode()).hexdigest()
         for source in sorted((path.parent / "csrc").glob("*")) if path.name == "__init__.py" else ():

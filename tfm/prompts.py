@@ -220,7 +220,11 @@ def write_prepared(path: Path, manifest_path: Path, prompts: Sequence[PreparedPr
 
 
 def read_prepared(path: Path | str) -> list[PreparedPrompt]:
-    """Return the prompts of a prepared file; raise ValueError naming the line when it is cut or not ours."""
+    """Return the prompts of a prepared file.
+
+    Raises ValueError naming the file, and the line where there is one, when it is cut, not ours, holds an id twice, or
+    differs from the `prompts_sha256` of the `.manifest.json` beside it.
+    """
     path = Path(path)
     prompts = []
     remedy = f"remove it and run Snakemake again, which rebuilds it, or `--force {path}`"
@@ -232,7 +236,30 @@ def read_prepared(path: Path | str) -> list[PreparedPrompt]:
             prompts.append(PreparedPrompt(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{path} line {number}: not a prepared prompt ({error}); {remedy}") from error
+    seen: set[str] = set()
+    for number, prompt in enumerate(prompts, start=1):
+        if prompt.id in seen:
+            raise ValueError(f"{path} line {number}: id {prompt.id!r} is there twice; {remedy}")
+        seen.add(prompt.id)
+    manifest_path = path.with_suffix(".manifest.json")
+    if manifest_path.exists():
+        _check_sha256(path, text, manifest_path, remedy)
     return prompts
+
+
+def _check_sha256(path: Path, text: str, manifest_path: Path, remedy: str) -> None:
+    """Raise ValueError unless the file holds the text that its manifest names."""
+    try:
+        expected = json.loads(manifest_path.read_text(encoding="utf-8"))["prompts_sha256"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{manifest_path}: no manifest of prepared prompts ({type(error).__name__}: {error}); {remedy}"
+        ) from error
+    if _sha256(text) != expected:
+        raise ValueError(
+            f"{path} was cut or altered: its sha256 is {_sha256(text)[:12]}, {manifest_path.name} says "
+            f"{str(expected)[:12]}; {remedy}"
+        )
 
 
 def _first_of_each(by_key: Sequence[PromptRow], quotas: dict[str, int]) -> list[PromptRow]:

@@ -5,13 +5,15 @@ rule prepare_prompts:
     input:
         source=dataset_file,
         pins=ancient("workflows/config/datasets.yaml"),
-        tokenizer=ancient(f"{config['weights']}/target/tokenizer.json"),
+        tokenizer=ancient(tokenizer_file),
     output:
         prompts="<results>/prompts/{target}/{dataset}{think}.jsonl",
         manifest="<results>/prompts/{target}/{dataset}{think}.manifest.json",
     log:
         "<results>/prompts/{target}/{dataset}{think}.log",
     params:
+        code=prompts_code(),
+        target=shlex.quote(f"{config['weights']}/target"),
         source=config["source"],
         data=f"--data {shlex.quote(config['data'])}" if config["data"] else "",
         tokenizer_sha256=DIGESTS["target"],
@@ -22,7 +24,7 @@ rule prepare_prompts:
         think=think_flag,
     shell:
         "python workflows/scripts/prepare_prompts.py --dataset {wildcards.dataset} --source {params.source} {params.data}"
-        " --pins {input.pins} --tokenizer $(dirname {input.tokenizer}) --target {wildcards.target} --limit {params.limit}"
+        " --pins {input.pins} --tokenizer {params.target} --target {wildcards.target} --limit {params.limit}"
         " --max-new-tokens {params.tokens} --context {params.context} --protocol {params.protocol} {params.think}"
         " --out {output.prompts} --manifest {output.manifest} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"

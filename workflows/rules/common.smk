@@ -12,7 +12,9 @@ sys.path.insert(0, str(workflow.basedir))
 
 from baselines import METHODS, suite
 from snakemake.exceptions import WorkflowError
-from tfm.manifest import source_digest, weight_files
+from snakemake.logging import logger
+from tfm.manifest import modules_digest, source_digest, weight_files
+from tfm.pins import unpinned
 
 # rules say "python", so that a printed command works by itself; here it is the one that runs Snakemake
 shell.prefix(
@@ -33,6 +35,16 @@ def checked(function, *arguments, **named):
 config = checked(suite.resolve, config, given=workflow.config_settings.config)
 DIGESTS = suite.weight_digests(config)
 CELLS = checked(suite.expand, config)
+if workflow.is_main_process:
+    for folder in suite.missing_weights(config):
+        logger.warning(
+            f"weights: {folder} holds no file; its jobs are listed, but they stop"
+        )
+    names = config["datasets"] if config["source"] == "hub" else []
+    for name in unpinned(suite.pins(), names):
+        logger.warning(
+            f"revision: {name} is unpinned and its prompts cannot be prepared; run `tfm pin` where the hub is reached"
+        )
 
 
 def alternatives(names):
@@ -45,18 +57,8 @@ ENGINE, TARGET, DATASET = (
     for names in ([config["engine"]], [config["family"]], config["datasets"])
 )
 VARIANT = "|".join(suite.variant_pattern(method) for method in config["methods"])
-SETTING, SEED = r"t\d+(?:\.\d+)?(?:-think)?", "0|[1-9][0-9]*"
+SETTING, SEED = suite.SETTING, "0|[1-9][0-9]*"
 NO_CELL = f"(?!(?:{ENGINE})/(?:{TARGET})/(?:{DATASET})/(?:{VARIANT})/{SETTING}/seed(?:{SEED})/[^/]*$).+"
-
-
-wildcard_constraints:
-    engine=ENGINE,
-    target=TARGET,
-    dataset=DATASET,
-    variant=VARIANT,
-    setting=SETTING,
-    think="(-think)?",
-    seed=SEED,
 
 
 def cell_of(wildcards):
@@ -74,6 +76,12 @@ def cell_json(wildcards):
 @functools.cache
 def digest_of(method):
     return source_digest(METHODS[method])
+
+
+@functools.cache
+def prompts_code():
+    """Return the digest of the code that prepares prompts: a change of it makes every prompt file stale."""
+    return modules_digest(["tfm.prompts", "tfm.prompt_sources"])
 
 
 def cell_source(wildcards):
@@ -95,11 +103,8 @@ def cell_prompts(wildcards):
 def cell_weights(wildcards):
     """Return the checkpoint files of the parts that a cell's method needs."""
     folders = cell_of(wildcards)["weights"].values()
-    return [
-        file
-        for folder in folders
-        for file in weight_files(Path(folder)) or [f"{folder}/model.safetensors"]
-    ]
+    # none where a part is missing: a dry run lists its jobs all the same, and decode_cell stops by name
+    return [file for folder in folders for file in weight_files(Path(folder))]
 
 
 def refusal(wildcards):
@@ -134,10 +139,18 @@ def think_flag(wildcards):
     return "--reasoning" if wildcards.think else ""
 
 
+def tokenizer_file(wildcards):
+    """Return the target's tokenizer.json; nothing where it is missing, so that a dry run lists its jobs."""
+    path = Path(config["weights"]) / "target/tokenizer.json"
+    return [str(path)] if path.exists() else []
+
+
 def dataset_file(wildcards):
-    """Return the file of a local prompt set, which is an input; other sources are pinned by the commit or the hub."""
-    if config["source"] != "local":
+    """Return the file of a local or embedded prompt set, which is an input; hub sets are pinned by their revision."""
+    if config["source"] == "hub":
         return []
+    if config["source"] == "embedded":
+        return f"tfm/data/{wildcards.dataset}.jsonl"
     return str(Path(config["data"]) / suite.pins()["local"][wildcards.dataset]["file"])
 
 

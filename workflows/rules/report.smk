@@ -28,6 +28,8 @@ rule make_tables:
     input:
         script="workflows/scripts/make_tables.py",
         library="workflows/scripts/tables.py",
+        metrics="tfm/metrics.py",
+        reader="tfm/cells.py",
         plan="<results>/plan.json",
         cells=all_of_cells("cell.json"),
         prompts=prompt_manifests(),
@@ -99,6 +101,7 @@ rule write_manifest:
 rule make_report:
     input:
         script="workflows/scripts/make_report.py",
+        library="workflows/scripts/make_tables.py",
         manifest="<results>/manifest.json",
         plan="<results>/plan.json",
     output:

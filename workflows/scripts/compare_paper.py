@@ -20,13 +20,16 @@ COLUMNS = ("item", "unit", "paper", "ours", "low", "high", "n", "tolerance", "st
 
 def compare(expected: dict, summary: dict, suite: str) -> list[dict]:
     """Return one row an item: pass, fail, open (nothing measured) or not comparable, with the reason."""
+    why_not = None
+    if suite not in expected["comparable"]:
+        why_not = expected["not_comparable"].get(suite, f"suite {suite} is not the paper's configuration")
     rows = []
     for item in expected["items"]:
         ours = summary.get(item["ours"]) or {}
         row = {"item": item["item"], "unit": item["unit"], "paper": item["paper"], "source": item["source"]}
         row |= {"ours": ours.get("value"), "low": ours.get("low"), "high": ours.get("high"), "n": ours.get("n")}
         row["tolerance"] = f"{item['low']} to {item['high']}"
-        row["status"], row["reason"] = _status(item, ours.get("value"), expected["not_comparable"].get(suite))
+        row["status"], row["reason"] = _status(item, ours.get("value"), why_not)
         rows.append(row)
     return rows
 
