@@ -170,9 +170,43 @@ def test_config_survives_a_round_trip():
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3"),
         ({"block_size": 1}, "block_size: 1"),
         ({"dflash_config": {"mask_token_id": 3}}, "no target_layer_ids"),
+        ({"dflash_config": None}, "dflash_config: None is not allowed"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": 1}}, "target_layer_ids: 1 is not allowed"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [-1]}}, r"target_layer_ids\[0\]: -1"),
+        ({"dflash_config": {"mask_token_id": -5, "target_layer_ids": [0]}}, "mask_token_id: -5 is not allowed"),
+        (
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0], "swa_causal": "false"}},
+            "swa_causal: 'false' is not allowed",
+        ),
+        ({"layer_types": None, "num_hidden_layers": None}, r"layer_types: \(\) is not allowed"),
+        ({"layer_types": [["full_attention"]] * 2}, r"layer_types\[0\]: \['full_attention'\]"),
+        ({"num_attention_heads": "a"}, "num_attention_heads: 'a' is not allowed"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0 is not allowed"),
+        ({"sliding_window": "8"}, "sliding_window: '8' is not allowed"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps: 'x' is not allowed"),
+        ({"rope_theta": -1.0}, "rope_theta: -1.0 is not allowed"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type: 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.rope_type: 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0}}, "rope_parameters.rope_type: 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "keys of rope_parameters: "),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor: 0.5"),
+        ({"rope_scaling": "yarn"}, "rope_scaling: 'yarn' is not allowed"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias: True is not supported"),
     ],
-    ids=["unknown_layer", "no_window", "layer_count", "kv_heads", "block_of_one", "no_taps"],
 )
 def test_bad_config_is_an_error_naming_the_key(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}.*; (take|use|a DFlash config.json holds)"):
         DrafterConfig.from_dict(make_drafter().config.to_dict() | change)
+
+
+def test_default_rope_and_nulls_are_what_their_absence_is():
+    raw = make_drafter().config.to_dict()
+    theta = raw.pop("rope_theta")
+    rope = {"rope_type": "default", "rope_theta": theta}
+    same = raw | {"rope_parameters": rope, "rope_scaling": None, "hidden_act": None, "attention_bias": None}
+    assert DrafterConfig.from_dict(same) == make_drafter().config
+    bare = {key: value for key, value in same.items() if key not in ("head_dim", "num_key_value_heads")}
+    config = DrafterConfig.from_dict(bare | {"layer_types": None})
+    assert (config.head_dim, config.num_key_value_heads) == (HIDDEN // 4, 4)
+    assert config.layer_types == ("full_attention",) * 2

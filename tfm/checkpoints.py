@@ -8,6 +8,7 @@ loaded into the dtype asked for.
 import json
 import logging
 import re
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from tfm.weaver import Weaver, WeaverConfig
 
 logger = logging.getLogger(__name__)
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 NOT_TEXT = re.compile(r"(^|\.)(visual|vision\w*|mtp)\.")
 BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
@@ -33,18 +34,21 @@ LISTED = 12  # names printed of a long list
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """Tensors of one checkpoint and the file each came from."""
+    """Tensors of one checkpoint and the file each came from, under the same names."""
 
     tensors: dict[str, Tensor]
     files: dict[str, Path]
 
+    def describe(self, name: str) -> str:
+        """Return the shape of a tensor and the name of its file, as errors print them."""
+        return f"{tuple(self.tensors[name].shape)} in {self.files[name].name}"
 
-def read_tensors(directory: Path | str) -> dict[str, Tensor]:
-    """Return every tensor of a safetensors directory, one file or shards with an index, in the dtype on disk.
-
-    Raises ValueError naming the file when a shard is missing or damaged, or when shards and index disagree.
-    """
-    return _read(Path(directory)).tensors
+    def pick(self, sources: dict[str, str]) -> "StoredTensors":
+        """Return the tensors that `sources`, new name -> stored name, lists, under their new names."""
+        return StoredTensors(
+            {new: self.tensors[name] for new, name in sources.items()},
+            {new: self.files[name] for new, name in sources.items()},
+        )
 
 
 def write_tensors(directory: Path | str, tensors: dict[str, Tensor], config: dict, *, dtype=torch.bfloat16) -> None:
@@ -53,37 +57,30 @@ def write_tensors(directory: Path | str, tensors: dict[str, Tensor], config: dic
     directory.mkdir(parents=True, exist_ok=True)
     stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     write_atomic(directory / SINGLE, save(stored, metadata={"format": "pt"}))
-    write_json(directory / "config.json", config)
+    write_json(directory / CONFIG, config)
 
 
 def load_target(directory: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32, tap_layers=()) -> Target:
     """Return the text model of a Hugging Face directory; vision and MTP tensors are skipped and their names logged."""
     directory = Path(directory)
-    config = TargetConfig.from_dict(_read_config(directory))
+    config = _parse(TargetConfig.from_dict, _read_config(directory), directory)
     stored = _read(directory)
-    named = {_text_name(name): name for name in stored.tensors if not NOT_TEXT.search(name)}
     skipped = sorted(name for name in stored.tensors if NOT_TEXT.search(name))
     if skipped:
         logger.info("%s: skipped %d tensors that are no text model: %s", directory, len(skipped), ", ".join(skipped))
-    if config.tie_word_embeddings and "lm_head.weight" in named:
-        _check_tied(stored, named)
-        del named["lm_head.weight"]
-    renamed = StoredTensors(
-        {short: stored.tensors[name] for short, name in named.items()},
-        {short: stored.files[name] for short, name in named.items()},
-    )
+    text = {name: name for name in stored.tensors if name not in skipped}
+    renamed = _renamed(stored.pick(text), _text_name, directory)
+    if config.tie_word_embeddings and "lm_head.weight" in renamed.tensors:
+        _check_tied(renamed, directory)
+        renamed = renamed.pick({name: name for name in renamed.tensors if name != "lm_head.weight"})
     return _fill(lambda: Target(config, tap_layers=tuple(tap_layers)), renamed, directory, device, dtype)
 
 
 def load_drafter(directory: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32) -> Drafter:
     """Return the drafter of a DFlash directory; tensor names may carry a `model.` prefix."""
     directory = Path(directory)
-    config = DrafterConfig.from_dict(_read_config(directory))
-    stored = _read(directory)
-    renamed = StoredTensors(
-        {name.removeprefix("model."): tensor for name, tensor in stored.tensors.items()},
-        {name.removeprefix("model."): path for name, path in stored.files.items()},
-    )
+    config = _parse(DrafterConfig.from_dict, _read_config(directory), directory / CONFIG)
+    renamed = _renamed(_read(directory), lambda name: name.removeprefix("model."), directory)
     return _fill(lambda: Drafter(config), renamed, directory, device, dtype)
 
 
@@ -95,12 +92,11 @@ def load_weaver(path: Path | str, *, device="cpu", dtype: torch.dtype = torch.fl
     """
     path = Path(path)
     raw, stored = (_read_config(path), _read(path)) if path.is_dir() else _read_pth(path)
-    config = WeaverConfig.from_dict(raw)
+    config = _parse(WeaverConfig.from_dict, raw, path / CONFIG if path.is_dir() else path)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in Weaver(config).state_dict().items()}
-    tensors = match_weaver_names(expected, split_fused(stored.tensors), where=str(path))
-    files = dict.fromkeys(tensors, path)
-    return _fill(lambda: Weaver(config), StoredTensors(tensors, files), path, device, dtype)
+    matched = match_weaver_names(expected, split_fused(stored, path), path)
+    return _fill(lambda: Weaver(config), matched, path, device, dtype)
 
 
 def save_target(target: Target, directory: Path | str) -> None:
@@ -145,48 +141,75 @@ def target_config_json(config: TargetConfig) -> dict:
     }
 
 
-def split_fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with every `...qkv_proj.weight` [3 width, width] split into q_proj, k_proj and v_proj."""
-    split = {}
-    for name, tensor in tensors.items():
-        if not name.endswith("qkv_proj.weight"):
-            split[name] = tensor
-            continue
-        if tensor.shape[0] % 3:
-            raise ValueError(f"{name}: {tensor.shape[0]} rows are no q, k and v of one width; expected a multiple of 3")
-        for part, rows in zip("qkv", tensor.chunk(3), strict=True):
-            split[name.removesuffix("qkv_proj.weight") + f"{part}_proj.weight"] = rows
-    return split
+def split_fused(stored: StoredTensors, where: Path) -> StoredTensors:
+    """Return tensors with every `...qkv_proj.weight` [3 width, width] split into q_proj, k_proj and v_proj.
+
+    Raises ValueError when a part is stored on its own as well.
+    """
+    parts = {name: _split(name, tensor, where) for name, tensor in stored.tensors.items()}
+    sources = _sources(((part, name) for name in parts for part in parts[name]), where)
+    return StoredTensors(
+        {part: parts[name][part] for part, name in sources.items()},
+        {part: stored.files[name] for part, name in sources.items()},
+    )
 
 
-def match_weaver_names(
-    expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], *, where: str
-) -> dict[str, Tensor]:
+def match_weaver_names(expected: dict[str, tuple[int, ...]], stored: StoredTensors, where: Path) -> StoredTensors:
     """Return tensors under the expected names.
 
     A stored name fits an expected one when it ends in it (inside a block: in its last part, whatever stands between)
     and has its shape. An exact name goes first. Raises ValueError unless exactly one stored tensor fits each.
     """
     matched, taken, doubtful, absent = {}, set(), [], []
-    for name in sorted(expected, key=lambda name: name not in tensors):
-        fits = [found for found in tensors if found not in taken and _fits(name, found)]
-        shaped = [found for found in fits if tuple(tensors[found].shape) == expected[name]]
+    for name in sorted(expected, key=lambda name: name not in stored.tensors):
+        fits = [found for found in stored.tensors if found not in taken and _fits(name, found)]
+        shaped = [found for found in fits if tuple(stored.tensors[found].shape) == expected[name]]
         chosen = [name] if name in fits else shaped
         if len(chosen) == 1:
-            matched[name] = tensors[chosen[0]]
+            matched[name] = chosen[0]
             taken.add(chosen[0])
         elif chosen:
             doubtful.append(f"{name} {expected[name]} could be any of {', '.join(sorted(chosen))}")
         else:
-            absent.append(f"{name} {expected[name]}" + (f" (found {_shapes(tensors, fits)})" if fits else ""))
-    left = [found for found in tensors if found not in taken]
+            found = "; ".join(f"{found} {stored.describe(found)}" for found in sorted(fits))
+            absent.append(f"{name} {expected[name]}" + (f" (found {found})" if found else ""))
+    left = [f"{found} {stored.describe(found)}" for found in stored.tensors if found not in taken]
     if doubtful or absent or left:
         raise ValueError(
             f"{where}: weaver tensors do not match. Ambiguous: {_listed(doubtful)}. Missing: {_listed(absent)}. "
-            f"Not understood: {_listed(_shapes(tensors, left).split('; ') if left else [])}. Only the first released "
-            "form is supported (learned positions, GELU MLP); take that file or rename the tensors"
+            f"Not understood: {_listed(left)}. Only the first released form is supported (learned positions, GELU "
+            "MLP); take that file or rename the tensors"
         )
-    return matched
+    return stored.pick(matched)
+
+
+def _split(name: str, tensor: Tensor, where: Path) -> dict[str, Tensor]:
+    if not name.endswith("qkv_proj.weight"):
+        return {name: tensor}
+    if tensor.dim() != 2 or tensor.shape[0] % 3:
+        raise ValueError(
+            f"{where}: {name}: shape {tuple(tensor.shape)} is no q, k and v of one width; expected a matrix with a "
+            "multiple of 3 rows: take the released weights"
+        )
+    stem = name.removesuffix("qkv_proj.weight")
+    return {f"{stem}{part}_proj.weight": rows for part, rows in zip("qkv", tensor.chunk(3), strict=True)}
+
+
+def _renamed(stored: StoredTensors, short: Callable[[str], str], where: Path) -> StoredTensors:
+    return stored.pick(_sources(((short(name), name) for name in sorted(stored.tensors)), where))
+
+
+def _sources(pairs: Iterable[tuple[str, str]], where: Path) -> dict[str, str]:
+    # the stored name behind each new one, from pairs (new, stored)
+    sources = {}
+    for new, name in pairs:
+        if new in sources:
+            raise ValueError(
+                f"{where}: {sources[new]} and {name} are both {new}, which is read once; remove the one that does not "
+                "belong to the model, or download the checkpoint again"
+            )
+        sources[new] = name
+    return sources
 
 
 def _fits(name: str, found: str) -> bool:
@@ -207,9 +230,9 @@ def _fill(build: Callable[[], nn.Module], stored: StoredTensors, where: Path, de
         if name not in stored.tensors
     ]
     problems += [
-        f"{name}: shape {tuple(tensor.shape)} in {stored.files[name].name}, expected {tuple(expected[name].shape)}"
+        f"{name}: shape {stored.describe(name)}, expected {tuple(expected[name].shape)}"
         if name in expected
-        else f"{name}: not part of the model (shape {tuple(tensor.shape)} in {stored.files[name].name})"
+        else f"{name}: not part of the model (shape {stored.describe(name)})"
         for name, tensor in stored.tensors.items()
         if name not in expected or tensor.shape != expected[name].shape
     ]
@@ -235,7 +258,12 @@ def _read(directory: Path) -> StoredTensors:
 
 
 def _read_shards(directory: Path) -> StoredTensors:
-    weight_map: dict[str, str] = json.loads((directory / INDEX).read_text(encoding="utf-8")).get("weight_map", {})
+    weight_map = _read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(x, str) for x in weight_map.values()):
+        raise ValueError(
+            f"{directory / INDEX}: weight_map: found {_brief(weight_map)}, expected an object from tensor names to "
+            "file names; download it again"
+        )
     tensors, files = {}, {}
     for shard in sorted(set(weight_map.values())):
         listed = {name for name, file in weight_map.items() if file == shard}
@@ -271,17 +299,50 @@ def _read_pth(path: Path) -> tuple[dict, StoredTensors]:
     except Exception as error:  # pickle, zip and torch errors alike
         raise ValueError(f"{path}: not readable as plain tensors ({error}); take the released .pth file") from error
     if not isinstance(content, dict) or not {"config", "state_dict"} <= set(content):
-        keys = sorted(content) if isinstance(content, dict) else type(content).__name__
+        keys = sorted(map(str, content)) if isinstance(content, dict) else _brief(content)
         raise ValueError(f"{path}: holds {keys}, expected the keys config and state_dict; take the released .pth file")
-    tensors = content["state_dict"]
+    _check_pth(path, content)
+    tensors = dict(content["state_dict"])
     return content["config"], StoredTensors(tensors, dict.fromkeys(tensors, path))
 
 
+def _check_pth(path: Path, content: dict) -> None:
+    for key in ("config", "state_dict"):
+        value = content[key]
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise ValueError(
+                f"{path}: {key}: found {_brief(value)}, expected a dictionary with names as keys; take the released "
+                ".pth file"
+            )
+    for name, value in content["state_dict"].items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{path}: state_dict: {name}: found {_brief(value)}, expected a tensor; take the released .pth file"
+            )
+
+
+def _parse(read: Callable[[dict], object], raw: dict, where: Path):
+    try:
+        return read(raw)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
 def _read_config(directory: Path) -> dict:
-    path = directory / "config.json"
+    path = directory / CONFIG
     if not path.is_file():
         raise ValueError(f"{path}: missing; give the directory of a checkpoint with its config.json")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # cut short, or not UTF-8
+        raise ValueError(f"{path}: damaged JSON file ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: found {_brief(content)}, expected an object; download it again")
+    return content
 
 
 def _text_name(name: str) -> str:
@@ -291,18 +352,18 @@ def _text_name(name: str) -> str:
     return name
 
 
-def _check_tied(stored: StoredTensors, named: dict[str, str]) -> None:
-    head = stored.tensors[named["lm_head.weight"]]
-    embed = stored.tensors.get(named.get("embed_tokens.weight", ""))
-    if embed is None or not torch.equal(head, embed):
+def _check_tied(stored: StoredTensors, where: Path) -> None:
+    head, embed = stored.tensors["lm_head.weight"], stored.tensors.get("embed_tokens.weight")
+    if embed is not None and not torch.equal(head, embed):
         raise ValueError(
-            f"{named['lm_head.weight']}: config.json ties it to the embedding, but it differs from it in "
-            f"{stored.files[named['lm_head.weight']].name}; set tie_word_embeddings to false"
+            f"{where}: lm_head.weight in {stored.files['lm_head.weight'].name} differs from embed_tokens.weight in "
+            f"{stored.files['embed_tokens.weight'].name}, to which config.json ties it; set tie_word_embeddings to "
+            "false there"
         )
 
 
-def _shapes(tensors: dict[str, Tensor], names: Iterable[str]) -> str:
-    return "; ".join(f"{name} {tuple(tensors[name].shape)}" for name in sorted(names))
+def _brief(value: object) -> str:
+    return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def _listed(names: Iterable[str], separator: str = ", ") -> str:

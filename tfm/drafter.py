@@ -5,7 +5,7 @@ hidden states (taps): `fc` and `hidden_norm` turn them into context features, of
 values. The embeddings and the head are the target's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,18 @@ from torch import Tensor, nn
 from tfm.layers import MLP, RMSNorm, rotary_table, rotate
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
+DFLASH_ONLY = ("mask_token_id", "target_layer_ids", "swa_causal")  # keys that stand in dflash_config alone
+REQUIRED = ("mask_token_id", "target_layer_ids", "hidden_size", "intermediate_size", "num_attention_heads")
+LEAST = {
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 1,
+    "mask_token_id": 0,
+    "block_size": 2,  # the root and at least one mask
+}
+REMEDY = "take the config.json that belongs to the weights"
 
 
 @dataclass(frozen=True)
@@ -37,53 +49,72 @@ class DrafterConfig:
 
     @staticmethod
     def from_dict(config: dict) -> "DrafterConfig":
-        """Read a drafter's config.json. Raises ValueError naming the key, its value and what is allowed."""
+        """Read a drafter's config.json; a null counts as absent.
+
+        Raises ValueError naming the key, its value and what is allowed, also for what this implementation does not do
+        (scaled rotary positions, biased attention, another activation).
+        """
         special = config.get("dflash_config", {})
-        missing = [key for key in ("mask_token_id", "target_layer_ids") if key not in special]
-        missing += [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if key not in config]
+        if not isinstance(special, dict):
+            raise ValueError(
+                f"dflash_config: {special!r} is not allowed (allowed: an object with mask_token_id and "
+                f"target_layer_ids); {REMEDY}"
+            )
+        _refuse_unsupported(config)
+        rope = config.get("rope_parameters") or {}
+        flat = {"rope_theta": rope.get("rope_theta")} | {key: config[key] for key in config if key not in DFLASH_ONLY}
+        flat |= {key: special[key] for key in (*DFLASH_ONLY, "block_size") if key in special}
+        flat = {key: value for key, value in flat.items() if value is not None}
+        missing = [key for key in REQUIRED if key not in flat]
         if missing:
             raise ValueError(
                 f"drafter config: no {', '.join(missing)}; a DFlash config.json holds the sizes of a Qwen3 model and "
                 "dflash_config with mask_token_id and target_layer_ids"
             )
-        layers = int(config.get("num_hidden_layers", len(config.get("layer_types", ()))))
-        rope = config.get("rope_parameters") or {}
-        heads = int(config["num_attention_heads"])
-        return DrafterConfig(
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads", heads)),
-            head_dim=int(config.get("head_dim", config["hidden_size"] // heads)),
-            layer_types=tuple(config.get("layer_types") or ["full_attention"] * layers),
-            target_layer_ids=tuple(special["target_layer_ids"]),
-            mask_token_id=int(special["mask_token_id"]),
-            block_size=int(special.get("block_size", config.get("block_size", 16))),
-            sliding_window=config.get("sliding_window"),
-            swa_causal=bool(special.get("swa_causal", True)),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(config.get("rope_theta", rope.get("rope_theta", 1e7))),
-            initializer_range=float(config.get("initializer_range", 0.02)),
-        ).check(layers)
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
+            _require_integer(key, flat.get(key, 1), 1)
+        flat.setdefault("num_key_value_heads", flat["num_attention_heads"])
+        flat.setdefault("head_dim", flat["hidden_size"] // flat["num_attention_heads"])
+        flat.setdefault("layer_types", ["full_attention"] * flat.get("num_hidden_layers", 0))
+        given = {field.name: flat[field.name] for field in fields(DrafterConfig) if field.name in flat}
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        return DrafterConfig(**given).check(flat.get("num_hidden_layers"))
 
     def check(self, layers: int | None = None) -> "DrafterConfig":
         """Return self, or raise ValueError naming the key, its value and what is allowed."""
-        for index, kind in enumerate(self.layer_types):
-            if kind not in LAYER_TYPES:
-                raise ValueError(f"layer_types[{index}]: {kind!r} is not allowed (allowed: {', '.join(LAYER_TYPES)})")
-        if layers is not None and layers != len(self.layer_types):
-            raise ValueError(f"num_hidden_layers: {layers}, but layer_types names {len(self.layer_types)} layers")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ValueError(f"sliding_window: {self.sliding_window!r}; sliding layers need an integer >= 1")
-        if self.block_size < 2:
-            raise ValueError(f"block_size: {self.block_size}; a block is the root and at least one mask, so >= 2")
+        for key, least in LEAST.items():
+            _require_integer(key, getattr(self, key), least)
+        for key in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ValueError(f"{key}: {value!r} is not allowed (allowed: a number > 0); {REMEDY}")
+        if not isinstance(self.swa_causal, bool):
+            raise ValueError(f"swa_causal: {self.swa_causal!r} is not allowed (allowed: true, false); {REMEDY}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads: {self.num_key_value_heads} does not divide the {self.num_attention_heads} heads"
+                f"num_key_value_heads: {self.num_key_value_heads} does not divide the {self.num_attention_heads} heads "
+                f"(allowed: a divisor of num_attention_heads); {REMEDY}"
             )
-        if not self.target_layer_ids:
-            raise ValueError("target_layer_ids: empty; name at least one layer of the target")
+        self._check_layers(layers)
         return self
+
+    def _check_layers(self, layers: int | None) -> None:
+        for key in ("layer_types", "target_layer_ids"):
+            value = getattr(self, key)
+            if not isinstance(value, tuple) or not value:
+                raise ValueError(f"{key}: {value!r} is not allowed (allowed: a list of at least one layer); {REMEDY}")
+        for index, layer in enumerate(self.target_layer_ids):
+            _require_integer(f"target_layer_ids[{index}]", layer, 0)
+        for index, kind in enumerate(self.layer_types):
+            if kind not in LAYER_TYPES:
+                allowed = ", ".join(LAYER_TYPES)
+                raise ValueError(f"layer_types[{index}]: {kind!r} is not allowed (allowed: {allowed}); {REMEDY}")
+        if layers is not None and layers != len(self.layer_types):
+            raise ValueError(
+                f"num_hidden_layers: {layers}, but layer_types names {len(self.layer_types)} layers; {REMEDY}"
+            )
+        if "sliding_attention" in self.layer_types:
+            _require_integer("sliding_window", self.sliding_window, 1)
 
     def to_dict(self) -> dict:
         """Return the config.json that `from_dict` reads back."""
@@ -111,6 +142,29 @@ class DrafterConfig:
                 "swa_causal": self.swa_causal,
             },
         }
+
+
+def _require_integer(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key}: {value!r} is not allowed (allowed: an integer >= {least}); {REMEDY}")
+
+
+def _refuse_unsupported(config: dict) -> None:
+    wanted = {
+        "attention_bias": (config.get("attention_bias") or False, False),
+        "hidden_act": (config.get("hidden_act") or "silu", "silu"),
+    }
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{key}: {rope!r} is not allowed (allowed: an object or null); {REMEDY}")
+        wanted[f"{key}.rope_type"] = (rope.get("rope_type", rope.get("type", "default")), "default")
+        wanted[f"{key}.partial_rotary_factor"] = (rope.get("partial_rotary_factor", 1.0), 1.0)
+        # one entry a layer type, which some models have, would leave rope_theta at its default
+        wanted[f"keys of {key}"] = (sorted(set(rope) & set(LAYER_TYPES)), [])
+    for key, (value, allowed) in wanted.items():
+        if value != allowed:
+            raise ValueError(f"{key}: {value!r} is not supported (allowed: {allowed!r}); use another drafter")
 
 
 class DrafterAttention(nn.Module):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from tfm.layers import widen
 from tfm.marginals import Marginals
 
+REMEDY = "take the config that belongs to the weights"
+
 
 @dataclass(frozen=True)
 class WeaverConfig:
@@ -44,7 +46,7 @@ class WeaverConfig:
             )
         missing = sorted({"d_model", "d_embed", "d_rank", "num_heads", "mlp_dim"} - set(config))
         if missing:
-            raise ValueError(f"weaver config: no {', '.join(missing)}; take the config that belongs to the weights")
+            raise ValueError(f"weaver config: no {', '.join(missing)}; {REMEDY}")
         return WeaverConfig(**config).check()
 
     def check(self) -> "WeaverConfig":
@@ -58,9 +60,15 @@ class WeaverConfig:
         for key in ("d_model", "d_embed", "d_rank", "num_heads", "mlp_dim", "num_layers", "K", "candidate_pool_size"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{key}: {value!r} is not allowed (allowed: an integer >= 1)")
+                raise ValueError(f"{key}: {value!r} is not allowed (allowed: an integer >= 1); {REMEDY}")
+        eps = self.norm_eps
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < float("inf"):
+            raise ValueError(f"norm_eps: {eps!r} is not allowed (allowed: a number > 0); {REMEDY}")
         if self.d_rank % self.num_heads:
-            raise ValueError(f"num_heads: {self.num_heads} does not divide d_rank {self.d_rank}")
+            raise ValueError(
+                f"num_heads: {self.num_heads} does not divide d_rank {self.d_rank} (allowed: a divisor of d_rank); "
+                f"{REMEDY}"
+            )
         return self
 
     def to_dict(self) -> dict:
