@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 from workflow_runs import NANO, ROOT, checkout, jobs, snakemake, write_tiny_family
 
 from baselines import METHODS, cli, suite
 
+sys.path.insert(0, str(ROOT / "workflows/scripts"))
 SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
 SLICE = [*SMALL, "budget=8", "width=2", "budgets=4", "audit=legacy_traversal"]
 CELL = "results/nano/cells/torch/nano/sample-math"
@@ -35,16 +37,28 @@ def finished(tmp_path_factory, tiny_weights) -> Path:
 def test_a_dry_run_counts_its_jobs(tmp_path, tiny_weights):
     folder = checkout(tmp_path, tiny_weights)
     counts = jobs(snakemake(folder, "-n"))
-    assert counts == {"prepare_prompts": 3, "write_plan": 1, "decode_cell": 48, "all": 1} | dict.fromkeys(
+    assert counts == {"prepare_prompts": 3, "write_plan": 1, "decode_cell": 63, "all": 1} | dict.fromkeys(
         ("make_tables", "make_figures", "compare_paper", "write_manifest", "make_report"), 1
     )
     # one more budget: a cell of ddtree and one of tfm
-    assert jobs(snakemake(folder, "-n", config=["budgets=8,16,32,48"]))["decode_cell"] == 50
+    assert jobs(snakemake(folder, "-n", config=["budgets=8,16,32,48"]))["decode_cell"] == 65
+
+
+def test_a_dry_run_lists_its_jobs_without_weights_and_the_run_names_them(tmp_path):
+    config = [*SLICE, f"weights={tmp_path}"]
+    text = snakemake(checkout(tmp_path / "code", tmp_path), "-n", config=config)
+    assert f"weights: {tmp_path}/drafter holds no file" in text and jobs(text)["decode_cell"] == 15
+    text = snakemake(tmp_path / "code", config=config, expect=1)
+    assert "tokenizer" in text and "Traceback" not in text and str(tmp_path / "target") in text
 
 
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
+        ("sample-math/ar/t0.0/seed0", ["setting: 't0.0' is another spelling; write 't0'"]),
+        ("sample-math/ar/t1/seed00", ["seed: '00'"]),
+        ("/sglang/nano/sample-math/ar/t1/seed0", ["is not a cell of suite nano", "cells/torch/nano"]),
+        ("/torch/nono/sample-math/ar/t1/seed0", ["is not a cell of suite nano", "cells/torch/nano"]),
         ("sample-math/dflsh/t1/seed0", ["method: 'dflsh'", "did you mean dflash?"]),
         ("sample-mth/ar/t1/seed0", ["dataset: 'sample-mth'", "did you mean sample-math?"]),
         ("sample-math/tfm-b64/t1/seed0", ["variant: 'tfm-b64'", "tfm-bN-wN"]),
@@ -54,7 +68,8 @@ def test_a_dry_run_counts_its_jobs(tmp_path, tiny_weights):
     ],
 )
 def test_a_path_that_is_no_cell_gets_a_readable_error(cell, words):
-    path = f"results/nano/cells/torch/nano/{cell}/requests.parquet"
+    cell = cell[1:] if cell.startswith("/") else f"torch/nano/{cell}"
+    path = f"results/nano/cells/{cell}/requests.parquet"
     text = snakemake(ROOT, "-n", path, expect=1)
     assert all(word in text for word in words), text[-2000:]
 
@@ -93,6 +108,28 @@ def test_the_suite_runs_end_to_end_with_one_core(finished):  # C119
     assert set(compare["status"]) == {"not comparable", "open"} and compare["reason"].notna().all()
     for name in NANO["figures"]:
         assert all((out / f"figures/{name}.{form}").stat().st_size > 0 for form in ("pdf", "svg", "png", "txt"))
+
+
+def test_only_the_papers_suite_compares_with_the_paper():
+    from compare_paper import compare
+
+    expected = yaml.safe_load((ROOT / "workflows/config/expected.yaml").read_text())
+    summary = {item["ours"]: {"value": item["paper"]} for item in expected["items"] if item["ours"]}
+    for name, status, words in [
+        ("paper", "pass", ""),
+        ("mine", "not comparable", "suite mine is not the paper's"),
+        ("nano", "not comparable", "another target"),
+    ]:
+        rows = [row for row in compare(expected, summary, name) if row["ours"] is not None]
+        assert {row["status"] for row in rows} == {status} and all(words in row["reason"] for row in rows)
+
+
+def test_code_and_text_of_prompts_make_them_stale(finished, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder, symlinks=True)
+    source = folder / "tfm/prompts.py"
+    source.write_text(source.read_text().replace('"raw": "{turn}"', '"raw": "{turn}\\n"'))
+    assert jobs(snakemake(folder, "-n", config=SLICE))["prepare_prompts"] == 1
 
 
 def test_stages_add_up_to_the_decode_wall(finished):
@@ -189,6 +226,7 @@ def test_published_records_rebuild_their_tables(finished, tmp_path):
     snakemake(folder, "publish", config=SLICE)
     out = folder / "results/published/nano"
     assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 5 * 2**20
+    (folder / "tfm/weights/nano").unlink()  # tables need no weights
     call = [sys.executable, "workflows/scripts/make_tables.py", "--plan", out / "plan.json", "--records", out]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     subprocess.run([*call, "--out", tmp_path / "again"], cwd=folder, env=environment, check=True, capture_output=True)
@@ -196,8 +234,44 @@ def test_published_records_rebuild_their_tables(finished, tmp_path):
         assert path.read_bytes() == (tmp_path / "again/tables" / path.name).read_bytes(), path.name
 
 
+def test_cells_of_uncommitted_code_are_not_published(finished, tmp_path):
+    from publish import load_published, pack
+
+    cell = tmp_path / "cell"
+    shutil.copytree(finished / CELL / "ar/t0/seed0", cell)
+    facts = json.loads((cell / "cell.json").read_text())
+    facts["environment"]["git"]["dirty"] = True
+    (cell / "cell.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="1 of 1 cells were made by uncommitted code"):
+        pack([cell], tmp_path)
+    (tmp_path / "cells.json").write_text("{")
+    with pytest.raises(ValueError, match="cells.json is missing or damaged.*restore it from git"):
+        load_published(tmp_path)
+
+
+def test_a_missing_or_damaged_plan_is_named(tmp_path):
+    from make_tables import read_plan
+
+    for text, words in [(None, "does not exist"), ("{", "is damaged"), ("{}", "lacks config or cells")]:
+        if text is not None:
+            (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(ValueError, match=f"plan.json {words}.*snakemake --cores all"):
+            read_plan(tmp_path / "plan.json")
+
+
+def test_a_disturbed_timing_is_flagged():
+    import tables as library
+
+    shares = [{"cpu_share": share} for share in (1.0, 0.5, None, 1.0)]
+    records = library.Records(shares, None, None, None, {})
+    data = library.Suite({}, [], records, None)
+    arm = pd.DataFrame({"cell": [0, 0, 1, 1, 2, 2, 3], "clock": ["wall"] * 6 + ["off"], "dataset": "s", "steps": 2})
+    arm["decode_us"] = [10.0, 12, 10, 12, 10, 40, None]
+    assert library._disturbed(data, arm[arm["cell"] == 0]) == ""
+    assert library._disturbed(data, arm) == "s cpu share 0.50; s step times spread 4.0x"
+
+
 def test_a_legacy_rule_is_refused_in_the_headline(monkeypatch):
-    sys.path.insert(0, str(ROOT / "workflows/scripts"))
     import tables as library
 
     config = suite.resolve(NANO)

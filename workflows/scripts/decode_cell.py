@@ -51,13 +51,15 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
         pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
         logger.info("%s: %d prompts, %d done before", out, len(rows), resumed)
         tokenizer = load_tokenizer(cell["weights"]["target"])
-        config = decode_config(cell, tokenizer)
+        config, share = decode_config(cell, tokenizer), None
         if pending:
             name = "/".join([cell["dataset"], cell["variant"], cell["setting"], f"seed{cell['seed']}"])
             progress = Progress(name, prompts=len(rows), done=resumed, suite=suite)
-            decode_prompts(pending, cell, config, where, writer=writer, progress=progress, tokenizer=tokenizer)
+            share = decode_prompts(pending, cell, config, where, writer=writer, progress=progress, tokenizer=tokenizer)
         facts = {"source_digest": source, "prompts_sha256": prompts_sha256, "prompts": len(rows)}
         facts |= {"resumed_requests": resumed, "device": device.facts(where), "rerun": rerun_command(out)}
+        # of the CPU only: with a GPU the process may sleep while kernels run
+        facts["cpu_share"] = share if cell["device"] == "cpu" else None
         facts |= run_facts(cell, config, start=start, commit=commit)
         return writer.finish([row.id for row in rows], facts)
 
@@ -79,8 +81,11 @@ def run_facts(cell: dict, config: DecodeConfig, *, start: float, commit: str | N
     }
 
 
-def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, progress: Progress, tokenizer) -> None:
-    """Load the models, warm up when the cell is timed, and decode; each finished request goes to the writer."""
+def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, progress: Progress, tokenizer) -> float:
+    """Load the models, warm up when the cell is timed, and decode; each finished request goes to the writer.
+
+    Returns the share of the wall that the process spent on a core: below 1 when other work took the core away.
+    """
     models = load_models(cell, where)
     proposer = resolve(config.method)(config, models)
     clock = Clock(cell["clock"], where)
@@ -96,6 +101,7 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
         tokens, steps = len(trace.output_tokens), len(trace.steps)
         logger.info("%s: %d tokens in %d steps, %s", trace.id, tokens, steps, trace.finish_reason)
 
+    wall, cpu = time.perf_counter(), time.process_time()
     decode(
         prompts,
         models,
@@ -107,7 +113,9 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
         detokenise=tokenizer.decode,
         traced=cell["traced"],
     )
+    share = (time.process_time() - cpu) / (time.perf_counter() - wall)
     progress.close()
+    return round(share, 4)
 
 
 def decode_config(cell: dict, tokenizer) -> DecodeConfig:
@@ -143,9 +151,14 @@ def check_weights(cell: dict) -> None:
     """Raise ValueError unless the checkpoint folders hold what the cell was resolved with."""
     for part, folder in cell["weights"].items():
         found, expected = manifest.sha256_weights(Path(folder)), cell["weights_sha256"][part]
-        if found is None or found != expected:
+        if found is None:
             raise ValueError(
-                f"weights.{part}: {folder} has sha256 {found or 'of no file'}, the cell was resolved with {expected}; "
+                f"weights.{part}: {folder} holds no file; put the checkpoint there, or give its folder with "
+                "--config weights=DIR"
+            )
+        if found != expected:
+            raise ValueError(
+                f"weights.{part}: {folder} has sha256 {found}, the cell was resolved with {expected}; "
                 "restore the folder, or resolve the cell again by calling snakemake"
             )
 

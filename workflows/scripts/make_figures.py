@@ -13,8 +13,11 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.ticker import MaxNLocator
 
+from baselines.suite import FIGURE_TABLES
+
 DESCRIPTION = """
-Reads the tables' csv files and captions.json, never the records. Writes <figure>.{pdf,svg,png,txt} to --out.
+Reads the tables' csv files and captions.json, never the records. Writes <figure>.{pdf,svg,png,txt} to --out; a figure
+without data says why.
 Last line of stdout: one JSON object.
 """
 # one colour and one marker a method, everywhere; distinct for colour-blind readers and in grey
@@ -36,11 +39,11 @@ PARTS = {
     "other": "#bdbdbd",
 }
 CAPTIONS = {
-    "throughput": ("per_set", "Tokens a second and speedup over ar by prompt set; bars with 95 % intervals."),
-    "tau": ("per_set", "Tokens a step (tau, the bonus token included) by prompt set, with 95 % intervals."),
-    "latency": ("latency", "Time of one step by stage, from cells with stage timing."),
-    "acceptance_by_position": ("acceptance_by_position", "Acceptance by draft position, with 95 % intervals."),
-    "sweeps": ("sweeps", "Tokens a step and accepted drafts along each sweep, 95 % intervals."),
+    "throughput": "Tokens a second and speedup over ar by prompt set; bars with 95 % intervals.",
+    "tau": "Tokens a step (tau, the bonus token included) by prompt set, with 95 % intervals.",
+    "latency": "Time of one step by stage, from cells with stage timing.",
+    "acceptance_by_position": "Acceptance by draft position, with 95 % intervals.",
+    "sweeps": "Tokens a step and accepted drafts along each sweep, 95 % intervals.",
 }
 
 LABELS_OF_KNOBS = {
@@ -67,9 +70,9 @@ def tau(tables: Path) -> plt.Figure:
 def latency(tables: Path) -> plt.Figure:
     """Return one stacked bar of milliseconds a step for each method."""
     frame = _read(tables, "latency")
-    figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
     if "stage" not in frame:
-        return figure
+        return _nothing("no cell ran with stage timing (stages is off, or its cells are missing)")
+    figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
     wide = _methods(frame).dropna(subset=["stage"]).pivot(index="method", columns="stage", values="us") / 1e3
     wide["build_other"] = (wide["build"] - wide["weaver_prefix"] - wide["grow"]).clip(lower=0)
     methods = [method for method in reversed(COLOURS) if method in wide.index]
@@ -86,14 +89,20 @@ def latency(tables: Path) -> plt.Figure:
 
 def acceptance_by_position(tables: Path) -> plt.Figure:
     """Return lines of conditional and unconditional acceptance, a row a setting."""
-    frame = _methods(_read(tables, "acceptance_by_position"))
+    frame = _read(tables, "acceptance_by_position")
+    if frame.empty or "position" not in frame:
+        return _nothing("no method of this suite drafts")
+    frame = _methods(frame)
     columns = {"conditional": "accepted, given all before", "unconditional": "accepted"}
     return _lines(frame, "position", columns, label=lambda setting: "draft position")
 
 
 def sweeps(tables: Path) -> plt.Figure:
     """Return lines of tau and accepted along every sweep, a row each."""
-    frame = _methods(_read(tables, "sweeps")).dropna(subset=["value"])
+    frame = _read(tables, "sweeps")
+    if frame.empty or "value" not in frame or frame["value"].isna().all():
+        return _nothing("the config sweeps nothing that its methods have")
+    frame = _methods(frame).dropna(subset=["value"])
     columns = {"tau": "tau (tokens a step)", "accepted": "accepted drafts a step"}
     figure = _lines(frame, "value", columns, by="sweep", label=LABELS_OF_KNOBS.get, title=lambda knob: "")
     for axis, sweep in zip(figure.axes, [sweep for sweep in frame["sweep"].unique() for _ in columns], strict=True):
@@ -131,14 +140,22 @@ def main() -> int:
     sns.set_theme(style="whitegrid", rc={"svg.hashsalt": "tfm", "font.size": 9})
     captions = json.loads((options.tables / "captions.json").read_text())
     for name in options.figures:
-        table, text = CAPTIONS[name]
-        save(FIGURES[name](options.tables), options.out, name, f"{text} {captions.get(table, '')}".strip())
+        # the second line is the table's caption: sizes, counts and conditions
+        caption = f"{CAPTIONS[name]}\n{captions.get(FIGURE_TABLES[name], '')}".strip()
+        save(FIGURES[name](options.tables), options.out, name, caption)
     print(json.dumps({"figures": options.figures}))
     return 0
 
 
 def _read(tables: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(tables / f"{name}.csv")
+
+
+def _nothing(reason: str) -> plt.Figure:
+    """Return a figure that says why it shows no data."""
+    figure = plt.figure(figsize=(8, 1.2))
+    figure.text(0.5, 0.5, f"nothing to show: {reason}", ha="center", va="center")
+    return figure
 
 
 def _methods(frame: pd.DataFrame) -> pd.DataFrame:

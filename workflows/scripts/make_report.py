@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 from make_tables import TITLES, readable
 
+from baselines.suite import FIGURE_TABLES
 from tfm.manifest import write_atomic
 
 DESCRIPTION = """
@@ -25,7 +26,8 @@ body { margin: 0 auto; max-width: 72rem; padding: 1rem 1rem 4rem; background: va
   font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 1rem 0 .25rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
 p, li { max-width: 46rem; } .soft, figcaption, caption { color: var(--soft); font-size: .875rem; }
-caption { caption-side: top; text-align: left; padding-bottom: .4rem; }
+caption { caption-side: top; text-align: left; padding-bottom: .4rem;
+  position: sticky; left: 0; width: min(46rem, calc(100vw - 2rem)); }
 .scroll { overflow-x: auto; } .scroll:focus-visible { outline: 2px solid #0072b2; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .875rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -81,12 +83,14 @@ def headline(folder: Path, config: dict) -> list[str]:
 
 
 def figures(folder: Path, config: dict) -> list[str]:
-    """Return every figure inline with its caption."""
+    """Return every figure inline with its own caption; the long one stands once, at the table."""
     parts = ["<h2>Figures</h2>"]
     for name in config["figures"]:
         data = base64.b64encode((folder / f"figures/{name}.svg").read_bytes()).decode()
-        text = html.escape((folder / f"figures/{name}.txt").read_text().strip())
-        alt = html.escape(text.split(". ")[0])
+        short = (folder / f"figures/{name}.txt").read_text().partition("\n")[0]
+        source = f"<code>tables/{FIGURE_TABLES[name]}.csv</code>"
+        text = f"{html.escape(short)} Counts and conditions: under Tables, {source}."
+        alt = html.escape(short.removesuffix("."))
         image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
         parts.append(f"<figure>{image}<figcaption>{text}</figcaption></figure>")
     return parts

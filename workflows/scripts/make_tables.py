@@ -32,8 +32,12 @@ TITLES = {
 NOTES = {
     "headline": "tok/s: new tokens / wall of the prompt loop, prefill included, first seed; speedup: ratio of macro "
     "tok/s to ar's, slow-downs shown as they are. tau: new tokens a step, the bonus token included (1 for ar by "
-    "definition); tau_exact leaves out the token sampled at prefill (1.0 when nothing is accepted); accepted: drafts a "
-    "step, without the bonus, trimmed to what was emitted. same_as_ar: outputs equal to ar's, of those compared.",
+    "definition); tau_exact leaves out the token sampled at prefill (1.0 when nothing is accepted); tau_pooled divides "
+    "the tokens of all requests by their steps, so that long answers weigh more; accepted: drafts a "
+    "step, without the bonus, trimmed to what was emitted. same_as_ar: outputs equal to ar's, of those compared. "
+    "flag: other work on the machine may have disturbed a timed cell (its process had less than "
+    f"{tables.CPU_SHARE:.0%} of a core's time, or its slowest request's step took over {tables.STEP_SPREAD}x the "
+    "fastest one's).",
     "latency": "Microseconds a step, from cells with stage timing; the levels verify and build split those stages. gdn "
     "is the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
     "acceptance_by_position": "conditional: accepted at d given accepted at d - 1 and a tree that reaches d; "
@@ -43,6 +47,7 @@ NOTES = {
     "audit": "expected_accepted is the lossless bound of the same steps; excess is what was accepted over it, steps "
     "pooled; a rule above it is lossy. Values untrimmed.",
 }
+ON_THE_SIDE = ("latency", "sweeps", "audit")  # tables of one set, setting and seed
 NOTES["per_set"] = NOTES["headline"]
 
 
@@ -52,6 +57,9 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     devices = " + ".join(sorted(requests["device_name"].unique())) or "no device"
     per_set = requests.groupby("dataset")["id"].nunique()
     counts = ", ".join(f"{dataset} {per_set.get(dataset, 0)}" for dataset in config["datasets"])
+    if name in ON_THE_SIDE:
+        side = data.side
+        counts = f"{side['dataset']} {per_set.get(side['dataset'], 0)}, setting {side['setting']}, seed {side['seed']}"
     budget = config["budget"]
     parts = [
         f"{TITLES[name]}. {NOTES.get(name, '')}".strip(),
@@ -174,6 +182,20 @@ def write_tables(plan: dict, records: Records, out: Path, *, allow_mixed: bool =
     return list(captions)
 
 
+def read_plan(path: Path) -> dict:
+    """Return a suite's plan.json; raises ValueError with the remedy when it is missing or damaged."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        if {"config", "cells"} <= set(plan):
+            return plan
+        problem = "lacks config or cells"
+    except FileNotFoundError:
+        problem = "does not exist"
+    except (ValueError, TypeError) as error:
+        problem = f"is damaged ({error})"
+    raise ValueError(f"plan: {path} {problem}; make it with `snakemake --cores all {path}`, or restore it from git")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json of the suite")
@@ -183,8 +205,8 @@ def main() -> int:
     parser.add_argument("--allow-mixed", action="store_true", help="mix digests or devices, and print the mix")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    plan = json.loads(options.plan.read_text())
     try:
+        plan = read_plan(options.plan)
         if options.records:
             records = load_published(options.records)
         else:

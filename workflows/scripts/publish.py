@@ -29,8 +29,15 @@ TEXT = (".json", ".csv", ".md", ".tex", ".html", ".svg", ".txt")
 
 def pack(records_of: list[Path], out: Path) -> None:
     """Write requests.parquet, steps.parquet, trees.parquet (a `cell` column numbers the cells) and cells.json."""
+    # raises ValueError for cells of uncommitted code, which nobody else could make again
     cells = [json.loads((folder / "cell.json").read_text()) | {"path": folder.as_posix()} for folder in records_of]
     load_cells(records_of)  # checks every file
+    dirty = [cell["path"] for cell in cells if cell["environment"]["git"]["dirty"]]
+    if dirty:
+        raise ValueError(
+            f"{len(dirty)} of {len(cells)} cells were made by uncommitted code, first {dirty[0]}; commit it and make "
+            f"them again: snakemake --cores all -R {dirty[0]}/requests.parquet"
+        )
     for kind in KINDS:
         parts = [pq.read_table(folder / f"{kind}.parquet") for folder in records_of]
         numbered = [part.append_column("cell", pa.array([i] * len(part), pa.int32())) for i, part in enumerate(parts)]
@@ -42,9 +49,15 @@ def pack(records_of: list[Path], out: Path) -> None:
 
 def load_published(folder: Path) -> Records:
     """Return the records of a published folder; raises ValueError naming a file that is damaged."""
-    packed = json.loads((folder / "cells.json").read_text())
+    try:
+        packed = json.loads((folder / "cells.json").read_text(encoding="utf-8"))
+        packed = {"cells": list(packed["cells"]), "sha256": dict(packed["sha256"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{folder / 'cells.json'} is missing or damaged ({type(error).__name__}: {error}); restore it from git"
+        ) from error
     for name, expected in packed["sha256"].items():
-        if sha256_file(folder / name) != expected:
+        if not (folder / name).is_file() or sha256_file(folder / name) != expected:
             raise ValueError(f"{folder / name} is damaged: its sha256 is not that of cells.json; restore it from git")
     return join_records(packed["cells"], {kind: pq.read_table(folder / f"{kind}.parquet") for kind in KINDS})
 

@@ -12,6 +12,8 @@ from tfm.trace import STAGES, SUBSTAGES
 INTERVALS = ("tok_s", "tau", "accepted")  # metrics shown with an interval in headline and per_set
 POINTS = ("decode_tok_s", "tau_exact", "tau_pooled", "accepted_untrimmed")
 PAIRS = (("tfm", "ddtree"), ("ddtree", "dflash"), ("tfm", "dflash"))
+CPU_SHARE = 0.9  # a timed cell whose process had less of its wall on a core was disturbed
+STEP_SPREAD = 2  # and so was one whose slowest request's step took this many times the fastest one's
 WALL_TOLERANCE = 0.02  # stage timing may cost this share of the wall before a row is flagged
 
 
@@ -23,11 +25,13 @@ class Suite:
     plan: list[dict]
     records: Records
     requests: pd.DataFrame
+    draft_rows: int | None = None
 
     @staticmethod
     def of(plan: dict, records: Records) -> "Suite":
         requests = metrics.per_request(records.requests, records.steps)
-        return Suite(plan["config"], plan["cells"], records, requests)
+        rows = plan["draft_rows"] if "draft_rows" in plan else suite.draft_rows(plan["config"])
+        return Suite(plan["config"], plan["cells"], records, requests, rows)
 
     @property
     def settings(self) -> list[str]:
@@ -143,7 +147,7 @@ def sweeps(data: Suite) -> pd.DataFrame:
             ]
             points = [(suite.parse_variant(name, data.config), name) for name in [*names, data.headline[method]]]
             # no depth limit means all the drafter's rows
-            values = {name: getattr(variant, knob) or suite.draft_rows(data.config) for variant, name in points}
+            values = {name: getattr(variant, knob) or data.draft_rows for variant, name in points}
             for name, value in sorted(values.items(), key=lambda item: (item[1] or 0, item[0])):
                 row = {"sweep": knob, "value": value, "method": method, "variant": name, **where}
                 rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
@@ -198,7 +202,30 @@ def _speed_and_acceptance(data: Suite, name: str, **fields) -> dict:
     row |= _intervals(arm, INTERVALS)
     n = row.pop("n")
     row |= {metric: metrics.mean(arm, metric).value for metric in POINTS}
-    return row | {"same_as_ar": same[0], "compared": same[1], "n": n, "seeds": arm["seed"].nunique(), "reason": ""}
+    return (
+        row
+        | {
+            "same_as_ar": same[0],
+            "compared": same[1],
+            "n": n,
+            "seeds": arm["seed"].nunique(),
+            "flag": _disturbed(data, arm),
+        }
+        | {"reason": ""}
+    )
+
+
+def _disturbed(data: Suite, arm: pd.DataFrame) -> str:
+    """Return which timed cells of an arm other work on the machine may have disturbed; empty for none."""
+    found = []
+    for number, rows in arm[arm["clock"] == "wall"].groupby("cell"):
+        share, rows = data.records.cells[number].get("cpu_share"), rows[rows["steps"] > 0]
+        step, where = rows["decode_us"] / rows["steps"], f"{rows['dataset'].iloc[0]} " if len(rows) else ""
+        if share is not None and share < CPU_SHARE:
+            found.append(f"{where}cpu share {share:.2f}")
+        if len(rows) and step.max() > STEP_SPREAD * step.min():
+            found.append(f"{where}step times spread {step.max() / step.min():.1f}x")
+    return "; ".join(found)
 
 
 def _pair_rows(data: Suite, one: str, other: str, *, setting: str, dataset: str) -> list[dict]:

@@ -9,8 +9,8 @@ from baselines import suite
 from tfm.manifest import write_json
 
 DESCRIPTION = """
-Reads the checked config (JSON) and the weights it names. Writes --out, {config, cells}: what the tables read, and what
-run_cells.py takes as its list. Last line of stdout: one JSON object.
+Reads the checked config (JSON) and the weights it names. Writes --out, {config, cells, draft_rows}: what the tables
+read, and what run_cells.py takes as its list. Last line of stdout: one JSON object.
 """
 
 
@@ -21,7 +21,8 @@ def main() -> int:
     options = parser.parse_args()
     config = json.loads(options.config)
     cells = suite.expand(config)
-    write_json(options.out, {"config": config, "cells": cells})
+    # the drafter's rows, so that tables can be made where the weights are not
+    write_json(options.out, {"config": config, "cells": cells, "draft_rows": suite.draft_rows(config)})
     print(json.dumps({"plan": str(options.out), "cells": len(cells)}))
     return 0
 
