@@ -17,7 +17,8 @@ from baselines import METHODS, cli, suite
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
-SLICE = [*SMALL, "budget=8", "width=2", "budgets=4", "audit=legacy_traversal"]
+NO_SWEEPS = [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths")]
+SLICE = [*SMALL, *NO_SWEEPS, "budget=8", "width=2", "budgets=4", "audit=legacy_traversal"]
 CELL = "results/nano/cells/torch/nano/sample-math"
 
 
