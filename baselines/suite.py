@@ -36,9 +36,11 @@ SWEEPS = {
     "candidate_counts": ("candidates", ("tfm",)),
     "children_counts": ("children", ("tfm",)),
     "depths": ("depth", ("dflash", "ddtree", "tfm")),
+    "residuals": ("residual", ("tfm",)),
 }
 DEFAULT_RULE = "target_only"
 STAGED = "stages"
+UNCONDITIONED = "r0"  # the weaver's residual is 0
 # figure -> the table that it is drawn from
 FIGURE_TABLES = {
     "throughput": "per_set",
@@ -62,6 +64,7 @@ class Variant:
     candidates: int | None = None
     children: int | None = None
     depth: int | None = None
+    residual: bool = True
     rule: str = DEFAULT_RULE
     staged: bool = False  # stage times and trees are recorded
 
@@ -72,6 +75,7 @@ class Variant:
             value = getattr(self, knob)
             if knob not in BARE or value != config[knob]:
                 parts.append(f"{LETTERS[knob]}{value}")
+        parts += [] if self.residual else [UNCONDITIONED]
         parts += [] if self.rule == DEFAULT_RULE else [self.rule]
         return "-".join([*parts, STAGED] if self.staged else parts)
 
@@ -137,7 +141,7 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
         **knobs,
     ).check(draft_rows(config))
     digests = weight_digests(config) if digests is None else digests
-    parts = ("target", *METHOD_PARTS[parsed.method])
+    parts = ("target", *decode.parts)
     return {
         "suite": config["suite"],
         "engine": config["engine"],
@@ -201,11 +205,17 @@ def parse_variant(name: str, config: dict) -> Variant:
         raise ValueError(
             f"variant: {name!r} is not allowed (allowed: {example}, then any of "
             f"{', '.join(f'-{LETTERS[knob]}N' for knob in KNOBS[method] if knob in BARE) or 'nothing'}, "
-            f"a rule of {', '.join(RULES)}, and -{STAGED}; N is at least 1); write the name in that order"
+            f"{f'-{UNCONDITIONED}, ' if 'weaver' in METHOD_PARTS[method] else ''}a rule of {', '.join(RULES)}, and -{STAGED}; N is at least 1); write the name in that order"
         )
     found = match.groupdict()
     knobs = {knob: int(found[knob]) if found.get(knob) else config[knob] for knob in KNOBS[method]}
-    variant = Variant(method, **knobs, rule=found["rule"] or DEFAULT_RULE, staged=found["staged"] is not None)
+    variant = Variant(
+        method,
+        **knobs,
+        residual=found.get("residual") is None,
+        rule=found["rule"] or DEFAULT_RULE,
+        staged=found["staged"] is not None,
+    )
     if variant.name(config) != name:
         raise ValueError(
             f"variant: {name!r} spells out a default; write {variant.name(config)!r}, the name of that cell"
@@ -219,6 +229,8 @@ def variant_pattern(method: str, *, groups: bool = False) -> str:
     for knob in KNOBS[method]:
         number = f"(?P<{knob}>{NUMBER})" if groups else NUMBER
         pattern += f"(?:-{LETTERS[knob]}{number})?" if knob in BARE else f"-{LETTERS[knob]}{number}"
+    if "weaver" in METHOD_PARTS[method]:
+        pattern += f"(?:-(?P<residual>{UNCONDITIONED}))?" if groups else f"(?:-{UNCONDITIONED})?"
     rules = "|".join(rule for rule in RULES if rule != DEFAULT_RULE)
     rule, staged = (f"(?P<rule>{rules})", f"(?P<staged>{STAGED})") if groups else (f"(?:{rules})", STAGED)
     return f"{pattern}(?:-{rule})?(?:-{staged})?"

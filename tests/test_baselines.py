@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,20 @@ def test_a_method_without_its_parts_is_refused(method):
 def test_tfm_without_a_weaver_is_refused():
     with pytest.raises(ValueError, match=r"weaver: None is not allowed for method tfm"):
         baselines.resolve("tfm")(SETTINGS["tfm"], SimpleNamespace(target=object(), drafter=object(), weaver=None))
+
+
+def test_residual_0_equals_a_weaver_whose_query_projection_is_zero():
+    """Bit for bit, and it needs no weaver."""
+    models, context = make_models(), FakeContext(requests=3)
+    models.weaver.lm_head_query_in.weight.zero_()
+    weaverless = SimpleNamespace(target=models.target, drafter=models.drafter, weaver=None)
+    config = SETTINGS["tfm"]
+    one = baselines.resolve("tfm")(config, models).propose(context, RecordingClock())
+    other = baselines.resolve("tfm")(replace(config, residual=False), weaverless).propose(context, RecordingClock())
+    for name in ("tokens", "parents", "depths", "log_probs", "num_nodes"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    conditioned, _, _ = propose("tfm", context=context)
+    assert not torch.equal(conditioned.tokens, one.tokens)
 
 
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])

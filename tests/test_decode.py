@@ -270,6 +270,8 @@ def test_a_traced_step_holds_its_tree_and_marks_the_path():
         ({"rule": "lossy"}, "rule: 'lossy' .*target_only"),
         ({"width": 0, "method": "tfm", "budget": 8}, "width: 0"),
         ({"budget": True, "method": "tfm"}, "budget: True"),
+        ({"residual": False, "method": "ddtree", "budget": 8}, "residual: False .*ddtree has no weaver"),
+        ({"residual": 0, "method": "tfm", "budget": 8}, "residual: 0 .*true or false"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -114,7 +114,7 @@ def test_depth_beyond_the_drafters_rows_is_refused(tmp_path):
 
 
 def test_names_spell_variants_both_ways():  # C114
-    config = suite.resolve({**NANO, "widths": [1, 2], "depths": [4], "candidate_counts": [16]})
+    config = suite.resolve({**NANO, "widths": [1, 2], "depths": [4], "candidate_counts": [16], "residuals": [False]})
     cells = suite.expand(config)
     assert len({cell["path"] for cell in cells}) == len(cells)
     for cell in cells:
@@ -125,7 +125,20 @@ def test_names_spell_variants_both_ways():  # C114
         assert suite.resolve_cell(config, **fields) == {k: v for k, v in cell.items() if k not in ("path", "part")}
 
 
-@pytest.mark.parametrize("name", ["tfm-b64", "tfm-b0-w4", "tfm-b064-w4", "tfm-b64-w4-k64", "ar-b4", "tfm-b64-w4-fast"])
+def test_residual_0_is_one_more_cell_that_needs_no_weaver():
+    config = suite.resolve({**NANO, "residuals": "false"})
+    more = {cell["path"]: cell for cell in suite.expand(config)}
+    path = "results/nano/cells/torch/nano/sample-chat/tfm-b64-w4-r0/t1/seed0"
+    assert set(more) - {cell["path"] for cell in suite.expand(suite.resolve(NANO))} == {path}
+    assert set(more[path]["weights"]) == {"target", "drafter"} and more[path]["decode"]["residual"] is False
+    name = "tfm-b64-w4-k256-r0-traversal-stages"
+    assert suite.parse_variant(name, config).name(config) == name
+
+
+NO_VARIANT = ["tfm-b64", "tfm-b0-w4", "tfm-b064-w4", "tfm-b64-w4-k64", "ar-b4", "tfm-b64-w4-fast", "ddtree-b64-r0"]
+
+
+@pytest.mark.parametrize("name", NO_VARIANT)
 def test_a_name_that_is_no_variant_is_refused(name):
     with pytest.raises(ValueError, match="variant: "):
         suite.parse_variant(name, suite.resolve(NANO))

@@ -224,9 +224,19 @@ class TfmProposer:
         return tree
 
 
-def make_proposer(config: DecodeConfig, models) -> TfmProposer:
-    """Return the proposer of method tfm; needs models.drafter and models.weaver."""
-    for part in ("drafter", "weaver"):
+def make_scorer(config: DecodeConfig, models) -> ConditionalScorer:
+    """Return what scores children: the weaver, or the marginals alone when the residual is off.
+
+    Raises ValueError naming the part of `models` that the config needs and that is None.
+    """
+    for part in config.parts:
         if getattr(models, part) is None:
-            raise ValueError(f"{part}: None is not allowed for method tfm (allowed: loaded weights); load the {part}")
-    return TfmProposer(config, WeaverScorer(models.weaver, models.target))
+            raise ValueError(
+                f"{part}: None is not allowed for method {config.method} (allowed: loaded weights); load the {part}"
+            )
+    return WeaverScorer(models.weaver, models.target) if config.residual else MarginalScorer()
+
+
+def make_proposer(config: DecodeConfig, models) -> TfmProposer:
+    """Return the proposer of method tfm; needs models.drafter, and models.weaver unless the residual is off."""
+    return TfmProposer(config, make_scorer(config, models))

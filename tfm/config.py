@@ -25,9 +25,10 @@ class DecodeConfig:
     rule: str = "target_only"
     budget: int | None = None  # drafted nodes; the root is extra. None for ar and dflash
     depth: int | None = None  # deepest draft; None means all the drafter's rows
-    width: int | None = None  # frontier nodes expanded at once (tfm); None means ceil(budget / 16)
-    children: int = 8  # children kept per expanded node (tfm)
+    width: int | None = None  # nodes scored at once: None means ceil(budget / 16) for tfm
+    children: int = 8  # children kept per scored node (tfm)
     candidates: int = 64  # K, candidates per depth (tfm); ddtree takes min(budget, vocab)
+    residual: bool = True  # False sets the weaver's residual to 0: the marginals alone score, no weaver is needed
     max_new_tokens: int = 48
     seed: int = 0
     eos_tokens: tuple[int, ...] = ()
@@ -38,6 +39,11 @@ class DecodeConfig:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return what these settings need beside the target."""
+        return tuple(part for part in METHOD_PARTS[self.method] if part != "weaver" or self.residual)
 
     def check(self, draft_rows: int | None = None) -> "DecodeConfig":
         """Return self, or raise ValueError naming key, value, allowed values and remedy.
@@ -67,6 +73,10 @@ class DecodeConfig:
             )
         if self.method in ("ar", "dflash") and self.budget is not None:
             _refuse("budget", self.budget, "no budget", f"{self.method} takes none; leave it out")
+        if not isinstance(self.residual, bool):
+            _refuse("residual", self.residual, "true or false", "false scores with the marginals alone")
+        if not self.residual and "weaver" not in METHOD_PARTS[self.method]:
+            _refuse("residual", False, "true", f"{self.method} has no weaver; leave it out")
         if draft_rows is not None and self.depth is not None and self.depth > draft_rows:
             _refuse(
                 "depth", self.depth, f"1 to {draft_rows}", f"the drafter drafts {draft_rows} positions; lower depth"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfm.acceptance import VerifyResult, accept
 from tfm.clock import OFF, Clock
-from tfm.config import METHOD_PARTS, DecodeConfig
+from tfm.config import DecodeConfig
 from tfm.marginals import Marginals
 from tfm.sampling import next_tokens
 from tfm.target import Target, TargetOutput
@@ -42,11 +42,11 @@ class Models:
     drafter: "Drafter | None" = None
     weaver: "Weaver | None" = None
 
-    def check(self, method: str) -> None:
-        """Raise ValueError unless the parts that `method` needs are here and fit each other and the target."""
-        for part in METHOD_PARTS[method]:
+    def check(self, config: DecodeConfig) -> None:
+        """Raise ValueError unless the parts that `config` needs are here and fit each other and the target."""
+        for part in config.parts:
             if getattr(self, part) is None:
-                raise ValueError(f"{part}: None is not allowed for method {method}; load the {part}")
+                raise ValueError(f"{part}: None is not allowed for method {config.method}; load the {part}")
         for key, value, allowed, what in self._facts():
             if value != allowed:
                 raise ValueError(f"{key}: {value!r} is not allowed (allowed: {allowed!r}, {what}); load parts that fit")
@@ -128,7 +128,7 @@ def decode(
     `traced` records every tree. Raises ValueError for an empty prompt or a missing model; nothing is skipped here.
     """
     config.check(models.drafter.draft_rows if models.drafter is not None else None)
-    models.check(config.method)
+    models.check(config)
     if config.stop and detokenise is None:
         raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
     for prompt in prompts:

@@ -52,6 +52,7 @@ LABELS_OF_KNOBS = {
     "candidates": "candidates K a depth",
     "children": "children C a node",
     "depth": "depth limit",
+    "residual": "weaver's residual, on (1) or off (0)",
 }
 
 
@@ -107,7 +108,8 @@ def sweeps(tables: Path) -> plt.Figure:
     figure = _lines(frame, "value", columns, by="sweep", label=LABELS_OF_KNOBS.get, title=lambda knob: "")
     for axis, sweep in zip(figure.axes, [sweep for sweep in frame["sweep"].unique() for _ in columns], strict=True):
         ticks = sorted(frame.loc[frame["sweep"] == sweep, "value"].unique())
-        axis.set_xscale("log", base=2)
+        if ticks[0] > 0:
+            axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, labels=[f"{value:g}" for value in ticks])
         axis.minorticks_off()
     return figure

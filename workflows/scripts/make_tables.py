@@ -25,7 +25,7 @@ TITLES = {
     "per_set": "Speed and accepted drafts by prompt set",
     "latency": "Where a step's time goes",
     "acceptance_by_position": "Acceptance by draft position",
-    "sweeps": "Sweeps of budget, width, candidates, children and depth",
+    "sweeps": "Sweeps of budget, width, candidates, children and depth, and the weaver's residual on (1) and off (0)",
     "paired": "Paired differences between methods",
     "audit": "Audit of the acceptance rules",
 }

@@ -146,8 +146,9 @@ def sweeps(data: Suite) -> pd.DataFrame:
                 cell["variant"] for cell in data.plan if cell["part"] == key and cell["decode"]["method"] == method
             ]
             points = [(suite.parse_variant(name, data.config), name) for name in [*names, data.headline[method]]]
+            values = {name: getattr(variant, knob) for variant, name in points}
             # no depth limit means all the drafter's rows
-            values = {name: getattr(variant, knob) or data.draft_rows for variant, name in points}
+            values = {n: data.draft_rows if value is None else int(value) for n, value in values.items()}
             for name, value in sorted(values.items(), key=lambda item: (item[1] or 0, item[0])):
                 row = {"sweep": knob, "value": value, "method": method, "variant": name, **where}
                 rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
