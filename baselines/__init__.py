@@ -6,6 +6,7 @@ METHODS = {
     "ar": "baselines.ar:make_proposer",
     "dflash": "baselines.dflash:make_proposer",
     "ddtree": "baselines.ddtree:make_proposer",
+    "dartree": "baselines.dartree:make_proposer",
     "tfm": "tfm.builder:make_proposer",
 }
 

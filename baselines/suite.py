@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import yaml
 
-from tfm.config import METHOD_PARTS, RULES, DecodeConfig
+from tfm.config import DARTREE_WIDTH, METHOD_PARTS, RULES, DecodeConfig
 from tfm.manifest import sha256_weights, weight_files
 from tfm.pins import load_pins
 
@@ -27,15 +27,16 @@ KNOBS = {
     "ar": (),
     "dflash": ("depth",),
     "ddtree": ("budget", "depth"),
+    "dartree": ("budget", "width", "candidates", "children", "depth"),
     "tfm": ("budget", "width", "candidates", "children", "depth"),
 }
 BARE = ("candidates", "children", "depth")
 SWEEPS = {
-    "budgets": ("budget", ("ddtree", "tfm")),
-    "widths": ("width", ("tfm",)),
+    "budgets": ("budget", ("ddtree", "dartree", "tfm")),
+    "widths": ("width", ("dartree", "tfm")),
     "candidate_counts": ("candidates", ("tfm",)),
     "children_counts": ("children", ("tfm",)),
-    "depths": ("depth", ("dflash", "ddtree", "tfm")),
+    "depths": ("depth", ("dflash", "ddtree", "dartree", "tfm")),
     "residuals": ("residual", ("tfm",)),
 }
 DEFAULT_RULE = "target_only"
@@ -98,7 +99,8 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         real = {**config.pop("real", {}), **(given or {})}
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
-    config = {"data": None, "width": None, "depth": None, "title": config["suite"], **config}
+    defaults = {"data": None, "width": None, "dartree_width": DARTREE_WIDTH, "depth": None, "title": config["suite"]}
+    config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job
     config |= {key: os.path.normpath(config[key]) for key in ("data", "weights") if config[key]}
     config.pop("real", None)
@@ -202,10 +204,11 @@ def parse_variant(name: str, config: dict) -> Variant:
     match = re.fullmatch(variant_pattern(method, groups=True), name)
     if not match:
         example = "-".join([method, *(f"{LETTERS[knob]}N" for knob in KNOBS[method] if knob not in BARE)])
+        optional = [f"-{LETTERS[knob]}N" for knob in KNOBS[method] if knob in BARE]
+        optional += [f"-{UNCONDITIONED}"] if "weaver" in METHOD_PARTS[method] else []
         raise ValueError(
-            f"variant: {name!r} is not allowed (allowed: {example}, then any of "
-            f"{', '.join(f'-{LETTERS[knob]}N' for knob in KNOBS[method] if knob in BARE) or 'nothing'}, "
-            f"{f'-{UNCONDITIONED}, ' if 'weaver' in METHOD_PARTS[method] else ''}a rule of {', '.join(RULES)}, and -{STAGED}; N is at least 1); write the name in that order"
+            f"variant: {name!r} is not allowed (allowed: {example}, then any of {', '.join(optional) or 'nothing'}, "
+            f"a rule of {', '.join(RULES)}, and -{STAGED}; N is at least 1); write the name in that order"
         )
     found = match.groupdict()
     knobs = {knob: int(found[knob]) if found.get(knob) else config[knob] for knob in KNOBS[method]}
@@ -297,7 +300,9 @@ def _side_variants(config: dict):
 
 def _variant(config: dict, method: str, **overrides) -> Variant:
     knobs = {knob: config[knob] for knob in KNOBS[method]} | overrides
-    if "width" in knobs and ("budget" in overrides or knobs["width"] is None):
+    if method == "dartree":
+        knobs["width"] = overrides.get("width", config["dartree_width"])
+    elif "width" in knobs and ("budget" in overrides or knobs["width"] is None):
         knobs["width"] = math.ceil(knobs["budget"] / 16)
     return Variant(method, **knobs)
 
@@ -355,7 +360,7 @@ def _limit_problems(config: dict) -> list[str]:
     sizes = fields.get("text_config") or fields
     at_most("context", config["context"], sizes.get("max_position_embeddings"), "the positions that the target holds")
     at_most("max_new_tokens", config["max_new_tokens"], config["context"] - 1, "context less one prompt token")
-    if "tfm" in config["methods"]:
+    if {"dartree", "tfm"} & set(config["methods"]):
         vocabulary = "the target's vocabulary"
         at_most("candidates", config["candidates"], sizes.get("vocab_size"), vocabulary)
         for value in config["candidate_counts"]:

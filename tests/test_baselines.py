@@ -24,6 +24,7 @@ SETTINGS = {
     "ar": DecodeConfig(method="ar"),
     "dflash": DecodeConfig(method="dflash"),
     "ddtree": DecodeConfig(method="ddtree", budget=64),
+    "dartree": DecodeConfig(method="dartree", budget=64, candidates=20),
     "tfm": DecodeConfig(method="tfm", budget=64, candidates=20),
 }
 
@@ -83,7 +84,7 @@ def test_the_registry_and_the_config_know_the_same_methods():
 
 
 def test_an_unknown_method_is_refused_with_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"method: 'dflsh' is not allowed \(allowed: ar, ddtree, dflash, tfm\)"):
+    with pytest.raises(ValueError, match=r"method: 'dflsh' .*\(allowed: ar, dartree, ddtree, dflash, tfm\)"):
         baselines.resolve("dflsh")
 
 
@@ -93,8 +94,10 @@ def test_every_method_proposes_valid_trees_under_its_stages(method):
     tree, clock, _ = propose(method, context=context)
     assert tree.tokens[:, 0].tolist() == context.roots.tolist()
     assert len(context.drafts) == (method != "ar")
-    stages = {"ar": ["build"], "tfm": ["draft", "build", "build/weaver_prefix", "build/grow"]}
-    assert clock.stages == stages.get(method, ["draft", "build"])
+    stages = ["draft", "build"] if method != "ar" else ["build"]
+    if "weaver" in METHOD_PARTS[method]:
+        stages += ["build/weaver_prefix", "build/grow"]
+    assert clock.stages == stages
 
 
 @pytest.mark.parametrize("method", baselines.METHODS)
@@ -111,7 +114,7 @@ def test_a_tree_does_not_depend_on_the_other_requests(method):
         torch.testing.assert_close(tree.log_probs[0], together.log_probs[request], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["ddtree", "tfm"])
+@pytest.mark.parametrize("method", ["ddtree", "dartree", "tfm"])
 def test_a_budget_of_64_verifies_65_rows(method):
     """C019: the root is extra, for every tree method."""
     tree, _, _ = propose(method)
@@ -120,33 +123,36 @@ def test_a_budget_of_64_verifies_65_rows(method):
     assert not tree.is_chain
 
 
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "dartree", "tfm"])
 def test_a_method_without_its_parts_is_refused(method):
     models = SimpleNamespace(target=object(), drafter=None, weaver=None)
     with pytest.raises(ValueError, match=rf"drafter: None is not allowed for method {method}"):
         baselines.resolve(method)(SETTINGS[method], models)
 
 
-def test_tfm_without_a_weaver_is_refused():
-    with pytest.raises(ValueError, match=r"weaver: None is not allowed for method tfm"):
-        baselines.resolve("tfm")(SETTINGS["tfm"], SimpleNamespace(target=object(), drafter=object(), weaver=None))
+@pytest.mark.parametrize("method", ["dartree", "tfm"])
+def test_a_method_without_its_weaver_is_refused(method):
+    models = SimpleNamespace(target=object(), drafter=object(), weaver=None)
+    with pytest.raises(ValueError, match=rf"weaver: None is not allowed for method {method}"):
+        baselines.resolve(method)(SETTINGS[method], models)
 
 
-def test_residual_0_equals_a_weaver_whose_query_projection_is_zero():
+@pytest.mark.parametrize("method", ["dartree", "tfm"])
+def test_residual_0_equals_a_weaver_whose_query_projection_is_zero(method):
     """Bit for bit, and it needs no weaver."""
     models, context = make_models(), FakeContext(requests=3)
     models.weaver.lm_head_query_in.weight.zero_()
     weaverless = SimpleNamespace(target=models.target, drafter=models.drafter, weaver=None)
-    config = SETTINGS["tfm"]
-    one = baselines.resolve("tfm")(config, models).propose(context, RecordingClock())
-    other = baselines.resolve("tfm")(replace(config, residual=False), weaverless).propose(context, RecordingClock())
+    config = SETTINGS[method]
+    one = baselines.resolve(method)(config, models).propose(context, RecordingClock())
+    other = baselines.resolve(method)(replace(config, residual=False), weaverless).propose(context, RecordingClock())
     for name in ("tokens", "parents", "depths", "log_probs", "num_nodes"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    conditioned, _, _ = propose("tfm", context=context)
+    conditioned, _, _ = propose(method, context=context)
     assert not torch.equal(conditioned.tokens, one.tokens)
 
 
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "dartree", "tfm"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_depth_limits_the_tree(method, depth):
     config = DecodeConfig(method=method, depth=depth, budget=None if method == "dflash" else 24, candidates=20)
@@ -157,6 +163,14 @@ def test_depth_limits_the_tree(method, depth):
 def test_tfm_records_the_expansions_of_its_last_tree():
     _, _, proposer = propose("tfm")
     assert proposer.expansions == count_expansions(64, 4, 8) == 16
+
+
+def test_dartree_keeps_twelve_branches_a_depth_unless_told():
+    default, _, _ = propose("dartree")
+    for width, same in ((12, True), (2, False)):
+        tree, _, _ = propose("dartree", config=replace(SETTINGS["dartree"], width=width))
+        assert torch.equal(tree.tokens, default.tokens) == same
+        assert max(tree.depths[0].bincount()[1:]) <= width
 
 
 # --- chains

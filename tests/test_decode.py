@@ -255,7 +255,7 @@ def test_a_traced_step_holds_its_tree_and_marks_the_path():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "dflsh"}, "method: 'dflsh' .*allowed: ar, ddtree, dflash, tfm"),
+        ({"method": "dflsh"}, "method: 'dflsh' .*allowed: ar, dartree, ddtree, dflash, tfm"),
         ({"temperature": -1.0}, "temperature: -1.0 .*>= 0"),
         ({"temperature": float("nan")}, "temperature: nan"),
         ({"temperature": float("inf")}, "temperature: inf"),
@@ -271,6 +271,10 @@ def test_a_traced_step_holds_its_tree_and_marks_the_path():
         ({"width": 0, "method": "tfm", "budget": 8}, "width: 0"),
         ({"budget": True, "method": "tfm"}, "budget: True"),
         ({"residual": False, "method": "ddtree", "budget": 8}, "residual: False .*ddtree has no weaver"),
+        ({"method": "dartree"}, "budget: None .*dartree needs"),
+        ({"method": "dartree", "budget": 8, "depth_bonus": 0.5}, "depth_bonus: 0.5 .*<= 0.*pass its parent"),
+        ({"method": "dartree", "budget": 8, "depth_bonus": float("nan")}, "depth_bonus: nan"),
+        ({"method": "tfm", "budget": 8, "depth_bonus": -0.2}, "depth_bonus: -0.2 .*tfm has none"),
         ({"residual": 0, "method": "tfm", "budget": 8}, "residual: 0 .*true or false"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

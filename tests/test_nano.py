@@ -1,5 +1,6 @@
 """The shipped family on the embedded prompts: every proposer emits autoregressive decoding's tokens."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "tfm" / "weights" / "nano"
 SETS = ("sample-chat", "sample-math", "sample-code")
 NEW_TOKENS = 24
+ARMS = {  # name -> method and its settings
+    "ar": {"method": "ar"},
+    "dflash": {"method": "dflash"},
+    "ddtree": {"method": "ddtree", "budget": 64},
+    "dartree": {"method": "dartree", "budget": 64},
+    "tfm": {"method": "tfm", "budget": 64},
+    "tfm-r0": {"method": "tfm", "budget": 64, "residual": False},
+}
+DRAFTING = [arm for arm in ARMS if arm != "ar"]
 NEAR_TIE = 1e-4  # seams: a first difference passes only where the two best noised scores are closer than this
 
 
@@ -43,15 +53,17 @@ def embedded_prompts() -> tuple[Prompt, ...]:
 
 
 @cache
-def outputs(method: str, temperature: float, requests: int, rule: str = "target_only", device: str = "cpu"):
-    budget = {"ddtree": 64, "tfm": 64}.get(method)
+def outputs(arm: str, temperature: float, requests: int, rule: str = "target_only", device: str = "cpu"):
     config = DecodeConfig(
-        method=method, temperature=temperature, rule=rule, budget=budget, max_new_tokens=NEW_TOKENS,
+        **ARMS[arm], temperature=temperature, rule=rule, max_new_tokens=NEW_TOKENS,
         eos_tokens=models().target.config.eos_token_id, requests=requests,
     )  # fmt: skip
     done = {}
-    proposer, prompts = baselines.resolve(method)(config, models(device)), list(embedded_prompts())
-    decode(prompts, models(device), config, proposer=proposer, on_finish=lambda t: done.__setitem__(t.id, t))
+    parts, prompts = models(device), list(embedded_prompts())
+    if not config.residual:
+        parts = replace(parts, weaver=None)
+    proposer = baselines.resolve(config.method)(config, parts)
+    decode(prompts, parts, config, proposer=proposer, on_finish=lambda t: done.__setitem__(t.id, t))
     return done
 
 
@@ -68,34 +80,37 @@ def first_difference(prompt: Prompt, expected: list[int], got: list[int], temper
     return at, float(best[0] - best[1])
 
 
-def assert_identical(method: str, temperature: float, requests: int, device: str) -> None:
+def assert_identical(arm: str, temperature: float, requests: int, device: str) -> None:
     expected = outputs("ar", temperature, 1, device=device)
-    got = outputs(method, temperature, requests, device=device)
+    got = outputs(arm, temperature, requests, device=device)
     differences = []
     for prompt in embedded_prompts():
         pair = (expected[prompt.id].output_tokens, got[prompt.id].output_tokens)
         if pair[0] != pair[1]:
             differences.append((prompt.id, *first_difference(prompt, *pair, temperature)))
     same = len(expected) - len(differences)
-    print(f"{device} {method} T={temperature} R={requests}: {same} of {len(expected)} identical {differences}")
+    print(f"{device} {arm} T={temperature} R={requests}: {same} of {len(expected)} identical {differences}")
     assert all(gap < NEAR_TIE for *_, gap in differences), differences
     assert device != "cpu" or not differences, f"near ties on committed prompts: {differences}"
 
 
-@pytest.mark.parametrize("requests", [1, 4])
+# an ablation shares its method's code, so it need not run alone as well
+CASES = [(arm, requests) for arm in DRAFTING for requests in (1, 4) if requests > 1 or arm in baselines.METHODS]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
-def test_every_method_emits_the_tokens_of_ar(method, temperature, requests):
+@pytest.mark.parametrize(("arm", "requests"), CASES)
+def test_every_method_emits_the_tokens_of_ar(arm, temperature, requests):
     """At temperature 0 the rule is greedy, at 1 target_only; fp32, all embedded prompts, alone and four together."""
-    assert_identical(method, temperature, requests, "cpu")
+    assert_identical(arm, temperature, requests, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("requests", [1, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
-def test_every_method_emits_the_tokens_of_ar_on_cuda(method, temperature, requests):
-    assert_identical(method, temperature, requests, "cuda")
+@pytest.mark.parametrize("arm", DRAFTING)
+def test_every_method_emits_the_tokens_of_ar_on_cuda(arm, temperature, requests):
+    assert_identical(arm, temperature, requests, "cuda")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -106,37 +121,36 @@ def test_ar_does_not_depend_on_the_batch(temperature):
     }
 
 
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm"])
+@pytest.mark.parametrize("arm", DRAFTING)
 @pytest.mark.parametrize("rule", ["target_only", "traversal"])
-def test_mean_accepted_equals_the_path_probability_bound(method, rule):
+def test_mean_accepted_equals_the_path_probability_bound(arm, rule):
     """No lossless rule accepts more than the sum of P_target(path); exact rules reach it in expectation."""
-    done = outputs(method, 1.0, 4, rule)
+    done = outputs(arm, 1.0, 4, rule)
     steps = [step for trace in done.values() for step in trace.steps]
     gaps = torch.tensor([step.accepted_untrimmed - step.expected_accepted for step in steps], dtype=torch.float64)
     half_width = 3.3 * gaps.std() / len(gaps) ** 0.5  # a fixed seed, so 99.9 % is asked once, not every day
-    print(f"{method} {rule}: accepted - expected = {gaps.mean():.4f} +- {half_width:.4f} over {len(gaps)} steps")
+    print(f"{arm} {rule}: accepted - expected = {gaps.mean():.4f} +- {half_width:.4f} over {len(gaps)} steps")
     assert abs(gaps.mean()) <= half_width
 
 
 def test_trees_have_the_budgeted_nodes_and_one_verify_row_more():
     """C019: budget 64 is drafted nodes; 65 rows are verified."""
-    for method in ("ddtree", "tfm"):
-        for trace in outputs(method, 1.0, 4).values():
+    for arm in (arm for arm, fields in ARMS.items() if "budget" in fields):
+        for trace in outputs(arm, 1.0, 4).values():
             assert {step.nodes for step in trace.steps} == {65}
     assert {step.nodes for trace in outputs("dflash", 1.0, 4).values() for step in trace.steps} == {16}
     assert {step.nodes for trace in outputs("ar", 1.0, 4).values() for step in trace.steps} == {1}
 
 
-@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "tfm"])
-def test_output_ends_at_the_eos_whichever_step_it_falls_in(method):
+@pytest.mark.parametrize("arm", ARMS)
+def test_output_ends_at_the_eos_whichever_step_it_falls_in(arm):
     """C046: each of the first six tokens that ar emits as EOS; output equals ar's cut there."""
     prompt = embedded_prompts()[16]
     free = outputs("ar", 1.0, 1)[prompt.id].output_tokens
-    budget = {"ddtree": 64, "tfm": 64}.get(method)
     for eos in dict.fromkeys(free[1:7]):
-        config = DecodeConfig(method=method, temperature=1.0, budget=budget, max_new_tokens=24, eos_tokens=(eos,))
+        config = DecodeConfig(**ARMS[arm], temperature=1.0, max_new_tokens=24, eos_tokens=(eos,))
         done: list = []
-        proposer = baselines.resolve(method)(config, models())
+        proposer = baselines.resolve(config.method)(config, models())
         decode([prompt], models(), config, proposer=proposer, on_finish=done.append)
         assert done[0].output_tokens == free[: free.index(eos) + 1]
         assert done[0].finish_reason == "stop"
@@ -147,9 +161,8 @@ def test_a_prompt_of_one_token_equals_ar():
     prompt = Prompt("one", 0, [11])
     for temperature in (0.0, 1.0):
         got: list = []
-        for method in ("ar", "dflash", "ddtree", "tfm"):
-            budget = {"ddtree": 64, "tfm": 64}.get(method)
-            config = DecodeConfig(method=method, temperature=temperature, budget=budget, max_new_tokens=20)
-            proposer = baselines.resolve(method)(config, models())
+        for fields in ARMS.values():
+            config = DecodeConfig(**fields, temperature=temperature, max_new_tokens=20)
+            proposer = baselines.resolve(config.method)(config, models())
             decode([prompt], models(), config, proposer=proposer, on_finish=got.append)
         assert len({tuple(trace.output_tokens) for trace in got}) == 1

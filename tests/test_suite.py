@@ -19,7 +19,7 @@ BAD = {  # C113: what is wrong -> (change, words of the message)
     "sweep_budget_zero": ({"budgets": [8, 0]}, ["budgets: 0", ">= 1"]),
     "method_typo": (
         {"methods": ["ar", "dflsh"]},
-        ["methods: 'dflsh'", "did you mean dflash?", "ar, dflash, ddtree, tfm"],
+        ["methods: 'dflsh'", "did you mean dflash?", "ar, dflash, ddtree, dartree, tfm"],
     ),
     "dataset_empty": ({"datasets": [""]}, ["datasets: ''", "sample-chat, sample-math, sample-code"]),
     "dataset_typo": ({"datasets": ["sample-mat"]}, ["datasets: 'sample-mat'", "did you mean sample-math?"]),
@@ -114,7 +114,8 @@ def test_depth_beyond_the_drafters_rows_is_refused(tmp_path):
 
 
 def test_names_spell_variants_both_ways():  # C114
-    config = suite.resolve({**NANO, "widths": [1, 2], "depths": [4], "candidate_counts": [16], "residuals": [False]})
+    sweeps = {"widths": [1, 2], "depths": [4], "candidate_counts": [16], "residuals": [False]}
+    config = suite.resolve({**NANO, **sweeps, "methods": list(METHODS)})
     cells = suite.expand(config)
     assert len({cell["path"] for cell in cells}) == len(cells)
     for cell in cells:
@@ -133,6 +134,19 @@ def test_residual_0_is_one_more_cell_that_needs_no_weaver():
     assert set(more[path]["weights"]) == {"target", "drafter"} and more[path]["decode"]["residual"] is False
     name = "tfm-b64-w4-k256-r0-traversal-stages"
     assert suite.parse_variant(name, config).name(config) == name
+
+
+def test_dartree_has_a_width_of_its_own():
+    change = {"methods": ["ar", "dartree", "tfm"], "width": 4, "widths": [8], "budgets": [16]}
+    cells = suite.expand(suite.resolve({**NANO, **change}))
+    variants = {part: {c["variant"] for c in cells if c["part"] == part} for part in ("headline", "budgets", "widths")}
+    assert variants == {
+        "headline": {"ar", "dartree-b64-w12", "tfm-b64-w4"},
+        "budgets": {"dartree-b16-w12", "tfm-b16-w1"},
+        "widths": {"dartree-b64-w8", "tfm-b64-w8"},
+    }
+    cells = suite.expand(suite.resolve({**NANO, **change, "dartree_width": "16"}))
+    assert "dartree-b64-w16" in {cell["variant"] for cell in cells if cell["clock"] == "wall"}
 
 
 NO_VARIANT = ["tfm-b64", "tfm-b0-w4", "tfm-b064-w4", "tfm-b64-w4-k64", "ar-b4", "tfm-b64-w4-fast", "ddtree-b64-r0"]

@@ -17,8 +17,10 @@ from baselines import METHODS, cli, suite
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
+EVERY_METHOD = "methods=ar,dflash,ddtree,dartree,tfm"
 NO_SWEEPS = [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths")]
-SLICE = [*SMALL, *NO_SWEEPS, "budget=8", "width=2", "budgets=4", "audit=legacy_traversal"]
+SLICE = [*SMALL, *NO_SWEEPS, EVERY_METHOD, "budget=8", "width=2", "dartree_width=3", "residuals=false"]
+SLICE += ["budgets=4", "audit=legacy_traversal"]
 CELL = "results/nano/cells/torch/nano/sample-math"
 
 
@@ -48,9 +50,22 @@ def test_a_dry_run_counts_its_jobs(tmp_path, tiny_weights):
 def test_a_dry_run_lists_its_jobs_without_weights_and_the_run_names_them(tmp_path):
     config = [*SLICE, f"weights={tmp_path}"]
     text = snakemake(checkout(tmp_path / "code", tmp_path), "-n", config=config)
-    assert f"weights: {tmp_path}/drafter holds no file" in text and jobs(text)["decode_cell"] == 15
+    assert f"weights: {tmp_path}/drafter holds no file" in text and jobs(text)["decode_cell"] == 20
     text = snakemake(tmp_path / "code", config=config, expect=1)
     assert "tokenizer" in text and "Traceback" not in text and str(tmp_path / "target") in text
+
+
+def test_a_dry_run_lists_the_cells_of_a_method_that_is_asked_for():
+    text = snakemake(ROOT, "-n", "--forceall", config=[EVERY_METHOD, "residuals=false", *SMALL])
+    cells = set(re.findall(rf"{CELL}/(\S+)/requests.parquet", text))
+    assert {cell for cell in cells if cell.startswith("dartree")} == {
+        *(f"dartree-b64-w12/{setting}/seed0" for setting in ("t0", "t1")),
+        *(f"dartree-b{budget}-w12/t1/seed0" for budget in NANO["budgets"]),
+        *(f"dartree-b64-w{width}/t1/seed0" for width in NANO["widths"]),
+        *(f"dartree-b64-w12-d{depth}/t1/seed0" for depth in NANO["depths"]),
+        "dartree-b64-w12-stages/t1/seed0",
+    }
+    assert "tfm-b64-w4-r0/t1/seed0" in cells
 
 
 @pytest.mark.parametrize(
@@ -95,7 +110,7 @@ def test_rules_are_formatted():
 def test_the_suite_runs_end_to_end_with_one_core(finished):  # C119
     out = finished / "results/nano"
     headline = pd.read_csv(out / "tables/headline.csv")
-    assert set(headline["variant"]) == {"ar", "dflash", "ddtree-b8", "tfm-b8-w2"}
+    assert set(headline["variant"]) == {"ar", "dflash", "ddtree-b8", "dartree-b8-w3", "tfm-b8-w2"}
     assert (headline["n"] == 2).all() and (headline["tok_s"] > 0).all()
     # every method emits ar's tokens, greedy and at temperature 1
     assert (headline["same_as_ar"] == headline["compared"]).all() and (headline["compared"] == 2).all()
@@ -104,7 +119,11 @@ def test_the_suite_runs_end_to_end_with_one_core(finished):  # C119
         f"{metric}_{method}_{t}" for metric in ("tau", "accepted") for method in METHODS for t in ("T0", "T1")
     ]:
         assert set(summary[name]) == {"value", "low", "high", "n", "unit"}, name
-    assert summary["cells"]["value"] == 15 and summary["suite_seconds"]["value"] > 0
+    assert summary["cells"]["value"] == 20 and summary["suite_seconds"]["value"] > 0
+    sweeps = pd.read_csv(out / "tables/sweeps.csv")
+    residual = sweeps[sweeps["sweep"] == "residual"]
+    assert residual[["value", "variant"]].values.tolist() == [[0, "tfm-b8-w2-r0"], [1, "tfm-b8-w2"]]
+    assert residual["tau"].notna().all()
     compare = pd.read_csv(out / "compare.csv")
     assert set(compare["status"]) == {"not comparable", "open"} and compare["reason"].notna().all()
     for name in NANO["figures"]:
@@ -171,7 +190,7 @@ def test_one_cell_is_run_again_with_what_hangs_on_it(finished):  # C115
 
 def test_a_new_value_runs_only_new_cells(finished):  # C107
     counts = jobs(snakemake(finished, "-n", config=[*SLICE[:-2], "budgets=4,2", SLICE[-1]]))
-    assert counts["decode_cell"] == 2
+    assert counts["decode_cell"] == 3
     counts = jobs(snakemake(finished, "-n", config=[*SLICE, "title=another"]))
     assert "decode_cell" not in counts and counts["make_report"] == 1
 

@@ -11,8 +11,10 @@ METHOD_PARTS = {
     "ar": (),
     "dflash": ("drafter",),
     "ddtree": ("drafter",),
+    "dartree": ("drafter", "weaver"),
     "tfm": ("drafter", "weaver"),
 }
+DARTREE_WIDTH = 12  # its authors' default; their gain saturates there
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 
 
@@ -25,10 +27,13 @@ class DecodeConfig:
     rule: str = "target_only"
     budget: int | None = None  # drafted nodes; the root is extra. None for ar and dflash
     depth: int | None = None  # deepest draft; None means all the drafter's rows
-    width: int | None = None  # nodes scored at once: None means ceil(budget / 16) for tfm
-    children: int = 8  # children kept per scored node (tfm)
-    candidates: int = 64  # K, candidates per depth (tfm); ddtree takes min(budget, vocab)
+    # nodes scored at once: frontier nodes of tfm, None means ceil(budget / 16); live branches a depth of dartree, None
+    # means DARTREE_WIDTH
+    width: int | None = None
+    children: int = 8  # children kept per scored node (tfm, dartree)
+    candidates: int = 64  # K, candidates per depth (tfm, dartree); ddtree takes min(budget, vocab)
     residual: bool = True  # False sets the weaver's residual to 0: the marginals alone score, no weaver is needed
+    depth_bonus: float = 0.0  # dartree: added once a level in the last selection, at most 0
     max_new_tokens: int = 48
     seed: int = 0
     eos_tokens: tuple[int, ...] = ()
@@ -67,7 +72,7 @@ class DecodeConfig:
         for key in ("budget", "depth", "width"):
             if getattr(self, key) is not None:
                 _at_least_one(key, getattr(self, key))
-        if self.method in ("ddtree", "tfm") and self.budget is None:
+        if self.method not in ("ar", "dflash") and self.budget is None:
             _refuse(
                 "budget", None, "an integer >= 1", f"{self.method} needs the number of drafted nodes, for example 64"
             )
@@ -77,6 +82,9 @@ class DecodeConfig:
             _refuse("residual", self.residual, "true or false", "false scores with the marginals alone")
         if not self.residual and "weaver" not in METHOD_PARTS[self.method]:
             _refuse("residual", False, "true", f"{self.method} has no weaver; leave it out")
+        check_depth_bonus(self.depth_bonus)
+        if self.depth_bonus and self.method != "dartree":
+            _refuse("depth_bonus", self.depth_bonus, "0", f"{self.method} has none; leave it out")
         if draft_rows is not None and self.depth is not None and self.depth > draft_rows:
             _refuse(
                 "depth", self.depth, f"1 to {draft_rows}", f"the drafter drafts {draft_rows} positions; lower depth"
@@ -91,6 +99,17 @@ def check_temperature(temperature: float) -> None:
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not (math.isfinite(temperature) and temperature >= 0):
         _refuse("temperature", temperature, "a finite number >= 0", "use 0 for greedy, 1 for the target's law")
+
+
+def check_depth_bonus(value: float) -> None:
+    """Raise ValueError unless a child with this bonus never scores above its parent."""
+    if not isinstance(value, int | float) or not (math.isfinite(value) and value <= 0):
+        _refuse(
+            "depth_bonus",
+            value,
+            "a finite number <= 0",
+            "above 0 a child can pass its parent, and the best prefixes are no tree; use 0",
+        )
 
 
 def _refuse(key: str, value, allowed: str, remedy: str) -> None:

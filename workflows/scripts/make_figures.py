@@ -21,9 +21,9 @@ without data says why.
 Last line of stdout: one JSON object.
 """
 # one colour and one marker a method, everywhere; distinct for colour-blind readers and in grey
-COLOURS = {"ar": "#7f7f7f", "dflash": "#0072b2", "ddtree": "#e69f00", "tfm": "#009e73"}
-MARKERS = {"ar": "s", "dflash": "o", "ddtree": "^", "tfm": "D"}
-LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "tfm": "DFlash-TfM"}
+COLOURS = {"ar": "#7f7f7f", "dflash": "#0072b2", "ddtree": "#e69f00", "dartree": "#cc79a7", "tfm": "#009e73"}
+MARKERS = {"ar": "s", "dflash": "o", "ddtree": "^", "dartree": "v", "tfm": "D"}
+LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "dartree": "DARTree", "tfm": "DFlash-TfM"}
 PARTS = {
     "draft": "#0072b2",
     "weaver_prefix": "#f0e442",
@@ -181,7 +181,9 @@ def _bars(frame: pd.DataFrame, columns: dict[str, str]) -> plt.Figure:
             if column == "speedup":
                 axis.axhline(1, color="black", linewidth=0.8)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[method], label=LABELS[method]) for method in methods]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(methods), frameon=False)
+    # a narrow figure wraps its legend
+    ncols = min(len(methods), int(size[0] / 1.3))
+    figure.legend(handles=handles, loc="outside lower center", ncols=ncols, frameon=False)
     return figure
 
 

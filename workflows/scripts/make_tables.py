@@ -42,7 +42,8 @@ NOTES = {
     "is the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
     "acceptance_by_position": "conditional: accepted at d given accepted at d - 1 and a tree that reaches d; "
     "unconditional: accepted at d, over all steps. n counts steps of the conditional.",
-    "sweeps": "One knob at a time, the others as in the headline; a budget's width is ceil(budget / 16).",
+    "sweeps": "One knob at a time, the others as in the headline; a budget's width is ceil(budget / 16) "
+    "for tfm, dartree keeps its own, and drafts at most width nodes a depth.",
     "paired": "Same prompts and seeds in both arms, resampled together; n counts prompts present in both.",
     "audit": "expected_accepted is the lossless bound of the same steps; excess is what was accepted over it, steps "
     "pooled; a rule above it is lossy. Values untrimmed.",

@@ -11,7 +11,7 @@ from tfm.trace import STAGES, SUBSTAGES
 
 INTERVALS = ("tok_s", "tau", "accepted")  # metrics shown with an interval in headline and per_set
 POINTS = ("decode_tok_s", "tau_exact", "tau_pooled", "accepted_untrimmed")
-PAIRS = (("tfm", "ddtree"), ("ddtree", "dflash"), ("tfm", "dflash"))
+PAIRS = (("tfm", "ddtree"), ("ddtree", "dflash"), ("tfm", "dflash"), ("tfm", "dartree"), ("dartree", "ddtree"))
 CPU_SHARE = 0.9  # a timed cell whose process had less of its wall on a core was disturbed
 STEP_SPREAD = 2  # and so was one whose slowest request's step took this many times the fastest one's
 WALL_TOLERANCE = 0.02  # stage timing may cost this share of the wall before a row is flagged
@@ -141,7 +141,7 @@ def sweeps(data: Suite) -> pd.DataFrame:
     """Return tau and accepted along every sweep, the headline's own point included."""
     rows, where = [], data.side
     for key, (knob, methods) in suite.SWEEPS.items():
-        for method in (method for method in methods if data.config[key] and method in data.headline):
+        for method in (method for method in methods if data.config.get(key) and method in data.headline):
             names = [
                 cell["variant"] for cell in data.plan if cell["part"] == key and cell["decode"]["method"] == method
             ]

@@ -1,0 +1,150 @@
+"""DARTree (paper.md 5.6): correct all live branches of a depth in one batch, then keep the B best prefixes of all.
+
+The supertree has W nodes a depth: the best by corrected cumulative log-probability among the C best children of the W
+branches above. Its size is fixed, so building takes one expansion a depth whatever the budget is, and the selection of
+the B nodes to verify waits until all depths are there. The correction is a ConditionalScorer: the weaver stands where
+the authors have Domino's or DSpark's causal head. Their code lets a branch have all K candidates as children.
+
+A depth bonus <= 0 is added once a level in that selection. A child then never scores above its parent, so the B best
+are closed under prefixes and are what a best-first heap over the supertree pops (the authors' Lemma 1).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfm.builder import ConditionalScorer, make_scorer, without_repeats
+from tfm.clock import OFF, Clock
+from tfm.config import DARTREE_WIDTH, DecodeConfig, check_depth_bonus
+from tfm.marginals import Marginals
+from tfm.tree import DraftTree
+
+
+class Supertree:
+    """One run of `build_depthwise` after `scorer.begin`.
+
+    Node n of a supertree stands in depth-major order, best first within a depth; n = 0 is the root. It keeps its number
+    as its slot of the scorer. Absent nodes (a depth with fewer than W prefixes) have score -inf.
+    """
+
+    def __init__(self, marginals: Marginals, scorer: ConditionalScorer, roots: Tensor, *, width: int, children: int):
+        self._scorer, self._candidates = scorer, marginals.tokens
+        self._width, self._children, self._count = width, min(children, marginals.tokens.shape[2]), 1
+        zero = torch.zeros_like(roots)[:, None]
+        # of each level: node numbers, parents' numbers, tokens, cumulative and local log-probs, all [R, nodes]
+        self.levels = [(zero, zero - 1, roots[:, None], zero.float(), zero.float())]
+
+    def add_level(self) -> None:
+        """Expand the last level's nodes in one batch and append the best W children."""
+        level, (nodes, parents, tokens, scores, _) = len(self.levels) - 1, self.levels[-1]
+        slots = nodes.masked_fill(scores == -torch.inf, -1)
+        log_probs = self._scorer.expand(slots, parents, tokens, torch.full_like(nodes, level))
+        # stable sorts: topk promises no order among equals
+        local, ranks = log_probs.sort(dim=-1, descending=True, stable=True)
+        local = local[..., : self._children].masked_fill_(slots[..., None] < 0, -torch.inf)
+        best, places = (local + scores[..., None]).flatten(1).sort(dim=-1, descending=True, stable=True)
+        best, places = best[:, : self._width], places[:, : self._width]
+        picks = ranks[..., : self._children].flatten(1).gather(1, places)
+        number = self._count + torch.arange(places.shape[1], device=nodes.device)
+        self._count += places.shape[1]
+        self.levels.append(
+            (
+                number.expand_as(places),
+                nodes.gather(1, places // self._children),
+                self._candidates[:, level].gather(1, picks),
+                best,
+                local.flatten(1).gather(1, places),
+            )
+        )
+
+    def best_prefixes(self, budget: int, depth_bonus: float) -> DraftTree:
+        """Return the best `budget` nodes below the root, best first, ties by the lowest number: parents come first.
+
+        A supertree with fewer nodes gives a smaller tree, padded.
+        """
+        _, parents, tokens, scores, local = (torch.cat(column, dim=1) for column in zip(*self.levels, strict=True))
+        levels = [torch.full_like(level[0], depth) for depth, level in enumerate(self.levels)]
+        depths = torch.cat(levels, dim=1)
+        # the root is first whatever the bonus: nothing scores above 0, and it has the lowest number
+        best, nodes = (scores + depth_bonus * depths).sort(dim=-1, descending=True, stable=True)
+        best, nodes = best[:, : budget + 1], nodes[:, : budget + 1]
+        places = torch.zeros_like(depths)
+        places.scatter_(1, nodes, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
+        is_drafted = best > -torch.inf
+        is_drafted[:, 0] = False
+
+        def column(values: Tensor, empty, root=None) -> Tensor:
+            values = torch.where(is_drafted, values.gather(1, nodes), empty)
+            if root is not None:
+                values[:, 0] = root
+            return F.pad(values, (0, budget + 1 - values.shape[1]), value=empty)
+
+        return DraftTree(
+            tokens=column(tokens, 0, root=tokens[:, 0]),
+            parents=column(places.gather(1, parents.clamp(min=0)), -1),
+            depths=column(depths, 0),
+            log_probs=column(local, 0.0),
+            num_nodes=is_drafted.sum(1) + 1,
+        )
+
+
+def build_depthwise(
+    marginals: Marginals,
+    scorer: ConditionalScorer,
+    roots: Tensor,  # [R] int64
+    *,
+    target_hidden: Tensor,  # [R, d]
+    budget: int,
+    width: int,
+    children: int,
+    depth: int,
+    depth_bonus: float = 0.0,
+    clock: Clock = OFF,
+) -> DraftTree:
+    """Return R trees of at most `budget` drafted nodes, none deeper than `depth`, in `depth` expansions.
+
+    Raises ValueError for a depth without drafter rows and for a bonus that would let a child pass its parent.
+    """
+    rows = marginals.tokens.shape[1]
+    if not 1 <= depth <= rows:
+        raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
+    check_depth_bonus(depth_bonus)
+    marginals = without_repeats(marginals)
+    with clock.stage("weaver_prefix"):
+        # the last level is not expanded
+        scorer.begin(marginals, target_hidden, 1 + width * (depth - 1))
+    with clock.stage("grow"):
+        supertree = Supertree(marginals, scorer, roots, width=width, children=children)
+        for _ in range(depth):
+            supertree.add_level()
+        return supertree.best_prefixes(budget, depth_bonus)
+
+
+class DARTreeProposer:
+    """Drafts the best `budget` prefixes of a supertree of `width` branches."""
+
+    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
+        self._config, self._scorer = config, scorer
+
+    def propose(self, context, clock) -> DraftTree:
+        config = self._config
+        with clock.stage("draft"):
+            marginals = context.draft(config.candidates)
+        with clock.stage("build"):
+            return build_depthwise(
+                marginals,
+                self._scorer,
+                context.roots,
+                target_hidden=context.target_hidden,
+                budget=config.budget,
+                width=config.width or DARTREE_WIDTH,
+                children=config.children,
+                depth=config.depth or marginals.tokens.shape[1],
+                depth_bonus=config.depth_bonus,
+                clock=clock,
+            )
+
+
+def make_proposer(config: DecodeConfig, models) -> DARTreeProposer:
+    """Return the proposer of method dartree; needs models.drafter, and models.weaver unless the residual is off."""
+    return DARTreeProposer(config, make_scorer(config, models))
