@@ -1,132 +1,38 @@
-"""The console command `tfm`: pin prompt sets, and go on after a kill."""
+"""The console command `tfm`: one module a command, imported when it is called."""
 
 import argparse
-import os
-import signal
-import subprocess
+import importlib
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
-from baselines.suite import PINS_FILE
-from tfm import pins
-
-WAIT = 20.0  # seconds that an orphan gets to stop
-
-
-@dataclass(frozen=True)
-class Process:
-    """A running process of this checkout."""
-
-    pid: int
-    parent: int
-    command: tuple[str, ...]
-
-    def runs(self, script: str) -> bool:
-        """Whether a word of the command line is this script or program."""
-        return any(Path(word).name == script for word in self.command[:4])
+# one line of help each, here so that --help imports no command
+COMMANDS = {
+    "resume": "go on after a kill",
+    "pin": "fill the revisions of hub prompt sets (needs the network)",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line; return the exit status: 2 for bad input, said in one line."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="tfm", description="Tools around the harness; run them in the repository.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    pin = commands.add_parser("pin", help="fill the revisions of hub prompt sets (needs the network)", description=PIN)
-    pin.add_argument("datasets", nargs="*", help="sets to pin; all unpinned ones when none is named")
-    pin.add_argument("--update", action="store_true", help="also replace revisions that are filled already")
-    pin.add_argument("--pins", type=Path, default=PINS_FILE, help="the pins file (default: %(default)s)")
-    commands.add_parser("resume", help="go on after a kill", description=RESUME, add_help=True)
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "resume":
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    modules = {}
+    for name, text in COMMANDS.items():
+        modules[name] = importlib.import_module(f"baselines.commands.{name}") if name == chosen else None
+        command = commands.add_parser(name, help=text, description=modules[name] and modules[name].DESCRIPTION)
+        if modules[name]:
+            modules[name].add_arguments(command)
+    options, rest = parser.parse_known_args(words)
+    module = modules[options.command]
+    if rest and not getattr(module, "TAKES_REST", False):
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
+    options.rest = rest
     try:
-        return run_pin(options) if options.command == "pin" else resume(rest)
+        return module.run(options)
     except ValueError as error:
         print(f"tfm {options.command}: {error}", file=sys.stderr)
         return 2
-
-
-PIN = "Reads and rewrites the pins file: asks the hub for the newest commit of each set that has no revision."
-RESUME = (
-    "Checks that no Snakemake is alive in this folder, ends cells that a dead one left running, unlocks, and runs "
-    "snakemake --rerun-incomplete with the arguments given (--cores all when they name none). Finished prompts of a "
-    "cell are kept. Give the --config and --configfile of the run that was killed."
-)
-
-
-def run_pin(options: argparse.Namespace) -> int:
-    """Fill revisions in the pins file and say which."""
-    found = pins.pin(options.pins, names=options.datasets or None, update=options.update)
-    for name, revision in found.items():
-        print(f"{name}: {revision}")
-    if not found:
-        print("nothing to pin: every set has a revision (--update replaces them)")
-    return 0
-
-
-def resume(arguments: list[str], *, folder: Path | None = None) -> int:
-    """Unlock and run Snakemake again in `folder` (default: here); return its exit status.
-
-    Raises ValueError when a Snakemake is alive there or when there is no Snakefile.
-    """
-    folder = Path.cwd() if folder is None else folder
-    if not (folder / "Snakefile").exists():
-        raise ValueError(f"{folder} has no Snakefile; change to the repository and call tfm resume there")
-    alive = [process for process in processes_in(folder) if process.runs("snakemake")]
-    if alive:
-        raise ValueError(
-            f"snakemake is running here (process {alive[0].pid}); wait for it, or stop it with Ctrl-C in its terminal"
-        )
-    for process in [process for process in processes_in(folder) if process.runs("decode_cell.py")]:
-        end(process)
-    cores = [] if any(word.startswith(("--cores", "-c", "--jobs", "-j")) for word in arguments) else ["--cores", "all"]
-    call = [sys.executable, "-m", "snakemake", *cores, *arguments]
-    if any((folder / ".snakemake/locks").glob("*")):
-        print("unlocking", file=sys.stderr)
-        unlocked = subprocess.run([*call, "--unlock"], cwd=folder, capture_output=True, text=True)
-        if unlocked.returncode:
-            print(unlocked.stderr, file=sys.stderr)
-            return unlocked.returncode
-    return subprocess.run([*call, "--rerun-incomplete"], cwd=folder).returncode
-
-
-def end(process: Process) -> None:
-    """Stop a cell whose Snakemake is gone; its finished prompts are on disk."""
-    print(f"ending process {process.pid}, left over: {' '.join(process.command)[:90]}", file=sys.stderr)
-    deadline = time.monotonic() + WAIT
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.kill(process.pid, kind)
-            while time.monotonic() < deadline and _is_alive(process.pid):
-                time.sleep(0.1)
-        except ProcessLookupError:
-            return
-        deadline += WAIT
-    if _is_alive(process.pid):
-        raise ValueError(f"process {process.pid} does not end; end it by hand, then call tfm resume again")
-
-
-def processes_in(folder: Path) -> Iterator[Process]:
-    """Yield the other processes whose working directory is `folder` (Linux; nothing elsewhere)."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(entry.name) == os.getpid() or Path(os.readlink(entry / "cwd")) != folder.resolve():
-                continue
-            words = tuple((entry / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0"))
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended, or it is another user's
-        if status[0] != "Z":
-            yield Process(int(entry.name), int(status[1]), words)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

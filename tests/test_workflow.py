@@ -13,7 +13,8 @@ import pytest
 import yaml
 from workflow_runs import NANO, ROOT, checkout, jobs, snakemake, write_tiny_family
 
-from baselines import METHODS, cli, suite
+from baselines import METHODS, suite
+from baselines.commands import resume
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
@@ -352,13 +353,13 @@ def test_resume_unlocks_and_goes_on(finished, tmp_path):
     locks = folder / ".snakemake/locks"
     locks.mkdir(parents=True, exist_ok=True)
     (locks / "0.output.lock").write_text(str(folder / CELL / "ar/t0/seed0/steps.parquet") + "\n")
-    assert cli.resume(["-n", "--cores", "1", "--config", *SLICE], folder=folder) == 0
+    assert resume.resume(["-n", "--cores", "1", "--config", *SLICE], folder=folder) == 0
     assert not list(locks.glob("*"))
 
 
 def test_resume_refuses_where_nothing_can_be_resumed(tmp_path):
     with pytest.raises(ValueError, match="no Snakefile"):
-        cli.resume([], folder=tmp_path)
+        resume.resume([], folder=tmp_path)
 
 
 def test_resume_refuses_while_snakemake_is_alive(tmp_path):
@@ -368,6 +369,6 @@ def test_resume_refuses_while_snakemake_is_alive(tmp_path):
     with subprocess.Popen([sys.executable, str(sleeper)], cwd=tmp_path) as process:
         try:
             with pytest.raises(ValueError, match=f"snakemake is running here .process {process.pid}"):
-                cli.resume([], folder=tmp_path)
+                resume.resume([], folder=tmp_path)
         finally:
             process.kill()
