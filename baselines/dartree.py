@@ -15,9 +15,11 @@ from torch import Tensor
 
 from tfm.builder import ConditionalScorer, make_scorer, without_repeats
 from tfm.clock import OFF, Clock
-from tfm.config import DARTREE_WIDTH, DecodeConfig, check_depth_bonus
+from tfm.config import DecodeConfig, check_depth_bonus
 from tfm.marginals import Marginals
 from tfm.tree import DraftTree
+
+DEFAULT_WIDTH = 12  # the authors' default; their gain saturates there
 
 
 class Supertree:
@@ -137,7 +139,7 @@ class DARTreeProposer:
                 context.roots,
                 target_hidden=context.target_hidden,
                 budget=config.budget,
-                width=config.width or DARTREE_WIDTH,
+                width=config.width or DEFAULT_WIDTH,
                 children=config.children,
                 depth=config.depth or marginals.tokens.shape[1],
                 depth_bonus=config.depth_bonus,

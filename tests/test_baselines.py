@@ -1,5 +1,6 @@
 """The proposers: brute force for DDTree, the argmax chain, the root alone, and the registry of methods."""
 
+import dataclasses
 import itertools
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,11 +12,11 @@ from helpers import make_marginals, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import baselines
 from baselines.ddtree import build_best_first
 from baselines.dflash import build_chain
+from baselines.methods import METHODS, resolve
 from tfm.builder import count_expansions
-from tfm.config import METHOD_PARTS, DecodeConfig
+from tfm.config import DecodeConfig
 from tfm.marginals import Marginals
 from tfm.weaver import Weaver, WeaverConfig, init_weaver
 
@@ -69,7 +70,7 @@ def make_models():
 
 
 def propose(method, config=None, context=None):
-    proposer = baselines.resolve(method)(config or SETTINGS[method], make_models())
+    proposer = resolve(method)(config or SETTINGS[method], make_models())
     clock = RecordingClock()
     tree = proposer.propose(context or FakeContext(), clock)
     tree.validate()
@@ -79,28 +80,30 @@ def propose(method, config=None, context=None):
 # --- the registry
 
 
-def test_the_registry_and_the_config_know_the_same_methods():
-    assert set(baselines.METHODS) == set(METHOD_PARTS) == set(SETTINGS)
+def test_the_registry_holds_the_methods_that_these_tests_know():
+    assert set(METHODS) == set(SETTINGS)
+    fields = {field.name for field in dataclasses.fields(DecodeConfig)}
+    assert all({*method.knobs, *method.options} <= fields for method in METHODS.values())
 
 
 def test_an_unknown_method_is_refused_with_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"method: 'dflsh' .*\(allowed: ar, dartree, ddtree, dflash, tfm\)"):
-        baselines.resolve("dflsh")
+    with pytest.raises(ValueError, match=r"method: 'dflsh' .*\(allowed: ar, dflash, ddtree, dartree, tfm\)"):
+        resolve("dflsh")
 
 
-@pytest.mark.parametrize("method", baselines.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_proposes_valid_trees_under_its_stages(method):
     context = FakeContext()
     tree, clock, _ = propose(method, context=context)
     assert tree.tokens[:, 0].tolist() == context.roots.tolist()
     assert len(context.drafts) == (method != "ar")
     stages = ["draft", "build"] if method != "ar" else ["build"]
-    if "weaver" in METHOD_PARTS[method]:
+    if "weaver" in METHODS[method].parts:
         stages += ["build/weaver_prefix", "build/grow"]
     assert clock.stages == stages
 
 
-@pytest.mark.parametrize("method", baselines.METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_tree_does_not_depend_on_the_other_requests(method):
     context = FakeContext(requests=3)
     together, _, _ = propose(method, context=context)
@@ -127,14 +130,14 @@ def test_a_budget_of_64_verifies_65_rows(method):
 def test_a_method_without_its_parts_is_refused(method):
     models = SimpleNamespace(target=object(), drafter=None, weaver=None)
     with pytest.raises(ValueError, match=rf"drafter: None is not allowed for method {method}"):
-        baselines.resolve(method)(SETTINGS[method], models)
+        resolve(method)(SETTINGS[method], models)
 
 
 @pytest.mark.parametrize("method", ["dartree", "tfm"])
 def test_a_method_without_its_weaver_is_refused(method):
     models = SimpleNamespace(target=object(), drafter=object(), weaver=None)
     with pytest.raises(ValueError, match=rf"weaver: None is not allowed for method {method}"):
-        baselines.resolve(method)(SETTINGS[method], models)
+        resolve(method)(SETTINGS[method], models)
 
 
 @pytest.mark.parametrize("method", ["dartree", "tfm"])
@@ -144,8 +147,8 @@ def test_residual_0_equals_a_weaver_whose_query_projection_is_zero(method):
     models.weaver.lm_head_query_in.weight.zero_()
     weaverless = SimpleNamespace(target=models.target, drafter=models.drafter, weaver=None)
     config = SETTINGS[method]
-    one = baselines.resolve(method)(config, models).propose(context, RecordingClock())
-    other = baselines.resolve(method)(replace(config, residual=False), weaverless).propose(context, RecordingClock())
+    one = resolve(method)(config, models).propose(context, RecordingClock())
+    other = resolve(method)(replace(config, residual=False), weaverless).propose(context, RecordingClock())
     for name in ("tokens", "parents", "depths", "log_probs", "num_nodes"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     conditioned, _, _ = propose(method, context=context)

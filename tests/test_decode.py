@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_target import CONFIG, cache_tensors, draw_tokens, toy_target
 
+from baselines.methods import check
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode, visible_text
 from tfm.tree import DraftTree
@@ -255,7 +256,7 @@ def test_a_traced_step_holds_its_tree_and_marks_the_path():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "dflsh"}, "method: 'dflsh' .*allowed: ar, dartree, ddtree, dflash, tfm"),
+        ({"method": "dflsh"}, "method: 'dflsh' .*allowed: ar, dflash, ddtree, dartree, tfm"),
         ({"temperature": -1.0}, "temperature: -1.0 .*>= 0"),
         ({"temperature": float("nan")}, "temperature: nan"),
         ({"temperature": float("inf")}, "temperature: inf"),
@@ -270,18 +271,18 @@ def test_a_traced_step_holds_its_tree_and_marks_the_path():
         ({"rule": "lossy"}, "rule: 'lossy' .*target_only"),
         ({"width": 0, "method": "tfm", "budget": 8}, "width: 0"),
         ({"budget": True, "method": "tfm"}, "budget: True"),
-        ({"residual": False, "method": "ddtree", "budget": 8}, "residual: False .*ddtree has no weaver"),
+        ({"residual": False, "method": "ddtree", "budget": 8}, "residual: False .*ddtree takes none, leave it out"),
         ({"method": "dartree"}, "budget: None .*dartree needs"),
         ({"method": "dartree", "budget": 8, "depth_bonus": 0.5}, "depth_bonus: 0.5 .*<= 0.*pass its parent"),
         ({"method": "dartree", "budget": 8, "depth_bonus": float("nan")}, "depth_bonus: nan"),
-        ({"method": "tfm", "budget": 8, "depth_bonus": -0.2}, "depth_bonus: -0.2 .*tfm has none"),
+        ({"method": "tfm", "budget": 8, "depth_bonus": -0.2}, "depth_bonus: -0.2 .*tfm takes none"),
         ({"residual": 0, "method": "tfm", "budget": 8}, "residual: 0 .*true or false"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_bad_setting_names_key_value_and_remedy(settings, message):
     with pytest.raises(ValueError, match=message):
-        DecodeConfig(**{"method": "ar", **settings}).check(draft_rows=15)
+        check(DecodeConfig(**{"method": "ar", **settings}), draft_rows=15)
 
 
 def test_an_empty_prompt_is_refused_by_name():

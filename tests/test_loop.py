@@ -8,6 +8,7 @@ from test_decode import PROMPTS, Oracle, RootOnly, ar_tokens, run
 from test_target import CONFIG, toy_target
 
 import tfm.clock
+from baselines.dflash import DFlashProposer
 from tfm.cache import TargetCache
 from tfm.clock import Clock
 from tfm.config import DecodeConfig
@@ -149,11 +150,11 @@ def test_parts_that_do_not_fit_are_refused_before_a_step():
     target, drafter = toy_target(torch.float32), toy_drafter()
     config = DecodeConfig(method="dflash", temperature=0.0, max_new_tokens=3)
 
-    def refused(models, message, prompt=PROMPTS[0]):
+    def refused(models, message, prompt=PROMPTS[0], proposer=None):
         with pytest.raises(ValueError, match=message):
-            decode([prompt], models, config, proposer=RootOnly(), on_finish=lambda trace: None)
+            decode([prompt], models, config, proposer=proposer or RootOnly(), on_finish=lambda trace: None)
 
-    refused(Models(target), "drafter: None is not allowed for method dflash")
+    refused(Models(target), "drafter: None is not allowed for a method that drafts", proposer=DFlashProposer(None))
     refused(Models(toy_target(torch.float32, taps=(2, 0)), drafter), r"target.tap_layers: \(2, 0\) .*\(0, 2\)")
     for change, message in (
         ({"target_layer_ids": (0, 9)}, r"target_layer_ids: \(0, 9\) .*has 3 layers"),

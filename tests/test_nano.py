@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import baselines
+from baselines.methods import METHODS, resolve
 from tfm.checkpoints import load_drafter, load_target, load_weaver
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode
@@ -62,7 +62,7 @@ def outputs(arm: str, temperature: float, requests: int, rule: str = "target_onl
     parts, prompts = models(device), list(embedded_prompts())
     if not config.residual:
         parts = replace(parts, weaver=None)
-    proposer = baselines.resolve(config.method)(config, parts)
+    proposer = resolve(config.method)(config, parts)
     decode(prompts, parts, config, proposer=proposer, on_finish=lambda t: done.__setitem__(t.id, t))
     return done
 
@@ -95,7 +95,7 @@ def assert_identical(arm: str, temperature: float, requests: int, device: str) -
 
 
 # an ablation shares its method's code, so it need not run alone as well
-CASES = [(arm, requests) for arm in DRAFTING for requests in (1, 4) if requests > 1 or arm in baselines.METHODS]
+CASES = [(arm, requests) for arm in DRAFTING for requests in (1, 4) if requests > 1 or arm in METHODS]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -150,7 +150,7 @@ def test_output_ends_at_the_eos_whichever_step_it_falls_in(arm):
     for eos in dict.fromkeys(free[1:7]):
         config = DecodeConfig(**ARMS[arm], temperature=1.0, max_new_tokens=24, eos_tokens=(eos,))
         done: list = []
-        proposer = baselines.resolve(config.method)(config, models())
+        proposer = resolve(config.method)(config, models())
         decode([prompt], models(), config, proposer=proposer, on_finish=done.append)
         assert done[0].output_tokens == free[: free.index(eos) + 1]
         assert done[0].finish_reason == "stop"
@@ -163,6 +163,6 @@ def test_a_prompt_of_one_token_equals_ar():
         got: list = []
         for fields in ARMS.values():
             config = DecodeConfig(**fields, temperature=temperature, max_new_tokens=20)
-            proposer = baselines.resolve(config.method)(config, models())
+            proposer = resolve(config.method)(config, models())
             decode([prompt], models(), config, proposer=proposer, on_finish=got.append)
         assert len({tuple(trace.output_tokens) for trace in got}) == 1

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from workflow_runs import NANO, ROOT, snakemake, write_tiny_family
 
-from baselines import METHODS, suite
-from tfm.config import METHOD_PARTS
+from baselines import suite
+from baselines.methods import METHODS
 
 BAD = {  # C113: what is wrong -> (change, words of the message)
     "seed_null": ({"seeds": None}, ["seeds: null", "integer >= 0"]),
@@ -41,6 +41,10 @@ BAD = {  # C113: what is wrong -> (change, words of the message)
     "figure": ({"tables": ["headline"]}, ["figures: 'tau'", "drawn from table per_set", "add per_set to tables"]),
     "two_missing": ({"budgets": ..., "audit": ...}, ["2 problems", "budgets: missing key", "audit: missing key"]),
     "suite_reserved": ({"suite": "train"}, ["suite: 'train'", "published, train", "choose another name"]),
+    "dartree_without_width": (
+        {"methods": ["ar", "dartree"], "dartree_width": ...},
+        ["dartree_width: missing key", "12 in its authors' code"],
+    ),
     "two_at_once": ({"budget": 0, "buget": 1}, ["2 problems", "budget: 0", "buget: unknown key"]),
 }
 
@@ -137,13 +141,14 @@ def test_residual_0_is_one_more_cell_that_needs_no_weaver():
 
 
 def test_dartree_has_a_width_of_its_own():
-    change = {"methods": ["ar", "dartree", "tfm"], "width": 4, "widths": [8], "budgets": [16]}
+    change = {"methods": ["ar", "dartree", "tfm"], "width": 4, "widths": [8], "dartree_widths": [16], "budgets": [16]}
     cells = suite.expand(suite.resolve({**NANO, **change}))
-    variants = {part: {c["variant"] for c in cells if c["part"] == part} for part in ("headline", "budgets", "widths")}
-    assert variants == {
+    parts = ("headline", "budgets", "widths", "dartree_widths")
+    assert {part: {c["variant"] for c in cells if c["part"] == part} for part in parts} == {
         "headline": {"ar", "dartree-b64-w12", "tfm-b64-w4"},
         "budgets": {"dartree-b16-w12", "tfm-b16-w1"},
-        "widths": {"dartree-b64-w8", "tfm-b64-w8"},
+        "widths": {"tfm-b64-w8"},
+        "dartree_widths": {"dartree-b64-w16"},
     }
     cells = suite.expand(suite.resolve({**NANO, **change, "dartree_width": "16"}))
     assert "dartree-b64-w16" in {cell["variant"] for cell in cells if cell["clock"] == "wall"}
@@ -190,5 +195,5 @@ def test_weights_that_are_not_here_are_named_and_refuse_nothing(tmp_path):
 def test_schema_methods_are_those_that_exist():
     schema = yaml.safe_load(suite.SCHEMA_FILE.read_text())
     allowed = schema["properties"]["methods"]["items"]["enum"]
-    assert set(allowed) == set(METHODS) == set(METHOD_PARTS) == set(suite.KNOBS)
+    assert set(allowed) == set(METHODS)
     assert all("description" in entry for entry in schema["properties"].values())

@@ -13,8 +13,9 @@ import pytest
 import yaml
 from workflow_runs import NANO, ROOT, checkout, jobs, snakemake, write_tiny_family
 
-from baselines import METHODS, suite
+from baselines import suite
 from baselines.commands import resume
+from baselines.methods import METHODS
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]

@@ -229,7 +229,7 @@ def make_scorer(config: DecodeConfig, models) -> ConditionalScorer:
 
     Raises ValueError naming the part of `models` that the config needs and that is None.
     """
-    for part in config.parts:
+    for part in ("drafter", "weaver") if config.residual else ("drafter",):
         if getattr(models, part) is None:
             raise ValueError(
                 f"{part}: None is not allowed for method {config.method} (allowed: loaded weights); load the {part}"

@@ -42,11 +42,8 @@ class Models:
     drafter: "Drafter | None" = None
     weaver: "Weaver | None" = None
 
-    def check(self, config: DecodeConfig) -> None:
-        """Raise ValueError unless the parts that `config` needs are here and fit each other and the target."""
-        for part in config.parts:
-            if getattr(self, part) is None:
-                raise ValueError(f"{part}: None is not allowed for method {config.method}; load the {part}")
+    def check(self) -> None:
+        """Raise ValueError unless the parts that are here fit each other and the target."""
         for key, value, allowed, what in self._facts():
             if value != allowed:
                 raise ValueError(f"{key}: {value!r} is not allowed (allowed: {allowed!r}, {what}); load parts that fit")
@@ -92,6 +89,8 @@ class Context:
         The target's features of the tokens committed since the last call are appended to the drafter's context first.
         """
         drafter = self._models.drafter
+        if drafter is None:
+            raise ValueError("drafter: None is not allowed for a method that drafts; load the drafter")
         if self._pending is not None:
             drafter.append(*self._pending, self._drafter_cache)
             self._pending = None
@@ -128,7 +127,7 @@ def decode(
     `traced` records every tree. Raises ValueError for an empty prompt or a missing model; nothing is skipped here.
     """
     config.check(models.drafter.draft_rows if models.drafter is not None else None)
-    models.check(config)
+    models.check()
     if config.stop and detokenise is None:
         raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
     for prompt in prompts:

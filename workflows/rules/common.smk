@@ -10,7 +10,8 @@ from pathlib import Path
 # this checkout first, whatever an editable install of another one says
 sys.path.insert(0, str(workflow.basedir))
 
-from baselines import METHODS, suite
+from baselines import suite
+from baselines.methods import METHODS
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
 from tfm.manifest import modules_digest, source_digest, weight_files
@@ -75,7 +76,7 @@ def cell_json(wildcards):
 
 @functools.cache
 def digest_of(method):
-    return source_digest(METHODS[method])
+    return source_digest(METHODS[method].factory)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from progress import Progress, suite_from
 
-from baselines import METHODS, resolve
+from baselines.methods import METHODS, check, resolve
 from tfm import checkpoints, device, manifest
 from tfm.cells import CellWriter, rerun_command
 from tfm.clock import Clock
@@ -43,7 +43,10 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
     check_kernels()
     check_weights(cell)
     rows = read_prepared(prompts)
-    source, prompts_sha256 = manifest.source_digest(METHODS[cell["decode"]["method"]]), manifest.sha256_file(prompts)
+    source, prompts_sha256 = (
+        manifest.source_digest(METHODS[cell["decode"]["method"]].factory),
+        manifest.sha256_file(prompts),
+    )
     digest = manifest.cell_digest(cell, source=source, prompts_sha256=prompts_sha256)
     device.make_deterministic(threads=cell["threads"])
     with CellWriter(out, digest=digest) as writer, device.claim(device.check_device(cell["device"])) as where:
@@ -122,7 +125,7 @@ def decode_config(cell: dict, tokenizer) -> DecodeConfig:
     """Return the cell's settings with the tokenizer's end of turn as the EOS, when the cell names none."""
     fields = {**cell["decode"], "stop": tuple(cell["decode"]["stop"])}
     fields["eos_tokens"] = tuple(cell["decode"]["eos_tokens"]) or (tokenizer.eos_id,)
-    return DecodeConfig(**fields).check()
+    return check(DecodeConfig(**fields))
 
 
 def load_models(cell: dict, where: torch.device) -> Models:

@@ -1,0 +1,44 @@
+"""What a suite reads beside its config: pins of prompt sets, and the checkpoint folders. Needs no torch."""
+
+import functools
+import json
+from pathlib import Path
+
+from baselines.methods import METHODS
+from tfm.manifest import sha256_weights, weight_files
+from tfm.pins import load_pins
+
+WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
+PINS_FILE = WORKFLOWS / "config/datasets.yaml"
+
+
+@functools.cache
+def pins() -> dict:
+    """Return the pins of all prompt sets, by source and name."""
+    return load_pins(PINS_FILE)
+
+
+def draft_rows(config: dict) -> int | None:
+    """Return how many positions the drafter drafts, None when its config.json is not here."""
+    path = Path(config["weights"]) / "drafter/config.json"
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text())
+    block_size = (fields.get("dflash_config") or {}).get("block_size") or fields.get("block_size")
+    if not block_size:
+        from tfm.drafter import DrafterConfig  # needs torch, whose import takes seconds
+
+        block_size = DrafterConfig.from_dict(fields).block_size
+    return block_size - 1
+
+
+def missing_weights(config: dict) -> list[str]:
+    """Return the folders of the parts that the suite's methods need and that hold no file."""
+    parts = dict.fromkeys(["target", *(part for method in config["methods"] for part in METHODS[method].parts)])
+    folders = [f"{config['weights']}/{part}" for part in parts]
+    return [folder for folder in folders if not weight_files(Path(folder))]
+
+
+def weight_digests(config: dict) -> dict[str, str | None]:
+    """Return the digest of each part's checkpoint folder; None for one that is not here."""
+    return {part: sha256_weights(Path(config["weights"]) / part) for part in ("target", "drafter", "weaver")}

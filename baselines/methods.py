@@ -1,0 +1,91 @@
+"""The methods of the comparison: the one place that names them. A new method is one entry here and one in the schema.
+
+Factories are strings and no method imports this module, so that the source digest of one method reaches no other.
+"""
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a suite must know about a method before it imports it."""
+
+    factory: str  # "module:function" of (config, models) -> proposer
+    parts: tuple[str, ...] = ()  # what it decodes with beside the target
+    knobs: tuple[str, ...] = ()  # numbers of DecodeConfig that it takes, in the order that a variant's name spells them
+    options: tuple[str, ...] = ()  # other fields of DecodeConfig that it takes
+
+    def parts_for(self, config) -> tuple[str, ...]:
+        """Return the parts that these settings need: a residual of 0 needs no weaver."""
+        return tuple(part for part in self.parts if part != "weaver" or config.residual)
+
+
+METHODS = {
+    "ar": Method("baselines.ar:make_proposer"),
+    "dflash": Method("baselines.dflash:make_proposer", parts=("drafter",), knobs=("depth",)),
+    "ddtree": Method("baselines.ddtree:make_proposer", parts=("drafter",), knobs=("budget", "depth")),
+    "dartree": Method(
+        "baselines.dartree:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("budget", "width", "candidates", "children", "depth"),
+        options=("residual", "depth_bonus"),
+    ),
+    "tfm": Method(
+        "tfm.builder:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("budget", "width", "candidates", "children", "depth"),
+        options=("residual",),
+    ),
+}
+
+# list of a suite's config -> the field of DecodeConfig that it varies, and the methods that it varies it for
+SWEEPS = {
+    "budgets": ("budget", tuple(name for name, method in METHODS.items() if "budget" in method.knobs)),
+    "widths": ("width", ("tfm",)),
+    "dartree_widths": ("width", ("dartree",)),
+    "candidate_counts": ("candidates", ("tfm",)),
+    "children_counts": ("children", ("tfm",)),
+    "depths": ("depth", tuple(name for name, method in METHODS.items() if "depth" in method.knobs)),
+    "residuals": ("residual", ("tfm",)),
+}
+
+
+def method_of(name: str) -> Method:
+    """Return a method's entry; raises ValueError on an unknown name."""
+    if name not in METHODS:
+        raise ValueError(
+            f"method: {name!r} is not allowed (allowed: {', '.join(METHODS)}); choose one of them or add it to "
+            "METHODS in baselines/methods.py"
+        )
+    return METHODS[name]
+
+
+def resolve(name: str):
+    """Return the factory (config, models) -> proposer of a method; raises ValueError on an unknown name."""
+    module, factory = method_of(name).factory.split(":")
+    return getattr(importlib.import_module(module), factory)
+
+
+def check(config, draft_rows: int | None = None):
+    """Return `config`, a DecodeConfig, checked alone and against its method. Use it before loading models.
+
+    Raises ValueError as `DecodeConfig.check` does, and for a setting that the method lacks or does not take.
+    """
+    method = method_of(config.method)
+    config.check(draft_rows)
+    if "budget" in method.knobs and config.budget is None:
+        raise ValueError(
+            f"budget: None is not allowed (allowed: an integer >= 1); {config.method} needs the number of drafted "
+            "nodes, for example 64"
+        )
+    of_methods = {name for entry in METHODS.values() for name in (*entry.knobs, *entry.options)}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in of_methods - {*method.knobs, *method.options} and value != field.default:
+            raise ValueError(
+                f"{field.name}: {value!r} is not allowed (allowed: {field.default!r}); {config.method} takes none, "
+                "leave it out"
+            )
+    return config

@@ -1,0 +1,121 @@
+"""What cells are called: variants, settings and paths, each spelled in one way that is read back.
+
+Nothing here reads a file; `config` is a suite's checked config, whose defaults a name leaves out.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+
+from baselines.methods import METHODS
+from baselines.refusals import one_of
+from tfm.config import RULES
+
+# the letter of each knob in a variant's name; those in BARE are left out at their default
+LETTERS = {"budget": "b", "width": "w", "candidates": "k", "children": "c", "depth": "d"}
+BARE = ("candidates", "children", "depth")
+DEFAULT_RULE = "target_only"
+STAGED = "stages"
+# option of a method -> its word in a name, and the value that the word means
+WORDS = {"residual": ("r0", False)}
+NUMBER = "[1-9][0-9]*"
+SETTING = r"t(?:0|[1-9]\d*)(?:\.\d*[1-9])?(?:-think)?"  # the pattern of setting_name
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with all its parameters; `name` spells it and `parse_variant` reads it back."""
+
+    method: str
+    budget: int | None = None
+    width: int | None = None
+    candidates: int | None = None
+    children: int | None = None
+    depth: int | None = None
+    residual: bool = True
+    rule: str = DEFAULT_RULE
+    staged: bool = False  # stage times and trees are recorded
+
+    def name(self, config: dict) -> str:
+        """Return the one name of this variant under a config's defaults."""
+        parts = [self.method]
+        for knob in METHODS[self.method].knobs:
+            value = getattr(self, knob)
+            if knob not in BARE or value != config[knob]:
+                parts.append(f"{LETTERS[knob]}{value}")
+        parts += [word for option, word, value in _words(self.method) if getattr(self, option) == value]
+        parts += [] if self.rule == DEFAULT_RULE else [self.rule]
+        return "-".join([*parts, STAGED] if self.staged else parts)
+
+
+def parse_variant(name: str, config: dict) -> Variant:
+    """Return the variant that `name` spells; raises ValueError for an unknown method or another name's spelling."""
+    method, *parts = name.split("-")
+    one_of("method", method, METHODS)
+    match = re.fullmatch(variant_pattern(method, groups=True), name)
+    if not match:
+        example = "-".join([method, *(f"{LETTERS[knob]}N" for knob in METHODS[method].knobs if knob not in BARE)])
+        optional = [f"-{LETTERS[knob]}N" for knob in METHODS[method].knobs if knob in BARE]
+        optional += [f"-{word}" for _, word, _ in _words(method)]
+        raise ValueError(
+            f"variant: {name!r} is not allowed (allowed: {example}, then any of {', '.join(optional) or 'nothing'}, "
+            f"a rule of {', '.join(RULES)}, and -{STAGED}; N is at least 1); write the name in that order"
+        )
+    found = match.groupdict()
+    knobs = {knob: int(found[knob]) if found.get(knob) else config[knob] for knob in METHODS[method].knobs}
+    variant = Variant(
+        method,
+        **knobs,
+        **{option: value for option, _, value in _words(method) if found[option] is not None},
+        rule=found["rule"] or DEFAULT_RULE,
+        staged=found["staged"] is not None,
+    )
+    if variant.name(config) != name:
+        raise ValueError(
+            f"variant: {name!r} spells out a default; write {variant.name(config)!r}, the name of that cell"
+        )
+    return variant
+
+
+def variant_pattern(method: str, *, groups: bool = False) -> str:
+    """Return the regular expression of a method's variant names; `groups` names its parts."""
+    pattern = method
+    for knob in METHODS[method].knobs:
+        number = f"(?P<{knob}>{NUMBER})" if groups else NUMBER
+        pattern += f"(?:-{LETTERS[knob]}{number})?" if knob in BARE else f"-{LETTERS[knob]}{number}"
+    for option, word, _ in _words(method):
+        pattern += f"(?:-(?P<{option}>{word}))?" if groups else f"(?:-{word})?"
+    rules = "|".join(rule for rule in RULES if rule != DEFAULT_RULE)
+    rule, staged = (f"(?P<rule>{rules})", f"(?P<staged>{STAGED})") if groups else (f"(?:{rules})", STAGED)
+    return f"{pattern}(?:-{rule})?(?:-{staged})?"
+
+
+def setting_name(temperature: float, *, reasoning: bool = False) -> str:
+    """Return t0, t1, t0.6, t0.000001, ... (every digit, no exponent), with -think when reasoning is on."""
+    digits = Decimal(repr(float(temperature) + 0.0)).normalize()  # + 0.0: no minus before zero
+    return f"t{digits:f}" + ("-think" if reasoning else "")
+
+
+def parse_setting(name: str) -> tuple[float, bool]:
+    """Return (temperature, reasoning) of a setting's name; raises ValueError for another spelling of it."""
+    match = re.fullmatch(r"t(\d+(?:\.\d+)?)(-think)?", name)
+    if not match:
+        raise ValueError(f"setting: {name!r} is not allowed (allowed: t0, t1, t0.6, ..., each also with -think)")
+    number = float(match[1])
+    temperature, reasoning = int(number) if number.is_integer() else number, match[2] is not None
+    spelled = setting_name(temperature, reasoning=reasoning) if math.isfinite(number) else "a finite number"
+    if spelled != name:
+        raise ValueError(f"setting: {name!r} is another spelling; write {spelled!r}, the name of that cell")
+    return temperature, reasoning
+
+
+def cell_path(config: dict, *, dataset: str, variant: str, setting: str, seed) -> str:
+    """Return the folder of a cell, relative to the repository."""
+    head = f"results/{config['suite']}/cells/{config['engine']}/{config['family']}"
+    return f"{head}/{dataset}/{variant}/{setting}/seed{seed}"
+
+
+def _words(method: str) -> list[tuple[str, str, object]]:
+    """Return (option, word, value) of the options that a method takes and that names spell."""
+    return [(option, *WORDS[option]) for option in METHODS[method].options if option in WORDS]

@@ -1,0 +1,237 @@
+"""A suite's config, typed and checked before anything runs: every problem at once, each with key, value and remedy."""
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+
+import jsonschema
+import yaml
+
+from baselines.inputs import WORKFLOWS, draft_rows, pins
+from baselines.methods import METHODS, SWEEPS
+from baselines.names import setting_name
+from baselines.refusals import did_you_mean, refusal, shown
+
+SCHEMA_FILE = WORKFLOWS / "schemas/config.schema.yaml"
+RESERVED = ("published", "train")  # folders of results/ that are no suite's
+# figure -> the table that it is drawn from
+FIGURE_TABLES = {
+    "throughput": "per_set",
+    "tau": "per_set",
+    "latency": "latency",
+    "acceptance_by_position": "acceptance_by_position",
+    "sweeps": "sweeps",
+}
+
+
+def resolve(raw: dict, *, given: dict | None = None) -> dict:
+    """Return the checked config of a suite with command-line strings typed and the section `real` applied.
+
+    `given` holds the values of the command line, already merged into `raw`: they win over the section `real` too.
+    Raises ValueError listing every problem with its key, value, allowed values and remedy.
+    """
+    schema = yaml.safe_load(SCHEMA_FILE.read_text())
+    config = _typed({**{key: [] for key in (*SWEEPS, "open") if key != "budgets"}, **raw}, schema)
+    if given and "suite" in given and set(raw) <= set(given) and not set(schema["required"]) <= set(raw):
+        raise ValueError(
+            f"suite: {raw['suite']!r} is a name without a config (a suite stands alone, nano's keys do not fill it); "
+            "pass its file with --configfile FILE, or leave suite out for suite nano; nothing was run"
+        )
+    _raise_if(_schema_problems(config, schema))
+    if config.get("data"):
+        real = {**config.pop("real", {}), **(given or {})}
+        config = _typed({**config, **real}, schema)
+        _raise_if(_schema_problems(config, schema))
+    defaults = {"data": None, "width": None, "dartree_width": None, "depth": None, "title": config["suite"]}
+    config = defaults | config
+    # DIR and DIR/ are one folder, and so they are one job
+    config |= {key: os.path.normpath(config[key]) for key in ("data", "weights") if config[key]}
+    config.pop("real", None)
+    _raise_if(_meaning_problems(config))
+    first = {"dataset": config["datasets"][0], "temperature": max(config["temperatures"])}
+    config["side"] = {key: first[key] if value is None else value for key, value in config["side"].items()}
+    return config
+
+
+def _meaning_problems(config: dict) -> list[str]:
+    problems, named = [], {}
+    if config["suite"] in RESERVED:
+        problems.append(
+            f"suite: {config['suite']!r} is not allowed (allowed: any name but {', '.join(RESERVED)}, which are "
+            "folders of results/); choose another name"
+        )
+    for value in config["temperatures"]:
+        if not math.isfinite(value):
+            problems.append(f"temperatures: {value!r} is not allowed (allowed: finite numbers >= 0); use 0 for greedy")
+        elif (first := named.setdefault(setting_name(value), value)) is not value:
+            problems.append(
+                f"temperatures: {value!r} is not allowed (allowed: each once; {first!r} has the same name, "
+                f"{setting_name(value)}); remove one of them"
+            )
+    for key, inside in (("dataset", "datasets"), ("temperature", "temperatures")):
+        value = config["side"][key]
+        if value is not None and value not in config[inside]:
+            problems.append(
+                refusal(f"side.{key}", value, config[inside], f"choose one of the suite's {inside}, or null")
+            )
+    problems += [*_dataset_problems(config), *_limit_problems(config)]
+    for figure in (name for name in config["figures"] if FIGURE_TABLES[name] not in config["tables"]):
+        needed = FIGURE_TABLES[figure]
+        remedy = f"it is drawn from table {needed}: add {needed} to tables, or leave the figure out"
+        allowed = [name for name, table in FIGURE_TABLES.items() if table in config["tables"]]
+        problems.append(refusal("figures", figure, allowed or ["none with these tables"], remedy))
+    if "dartree" in config["methods"] and config["dartree_width"] is None:
+        problems.append(
+            "dartree_width: missing key; add it (live branches a depth of dartree, 12 in its authors' code)"
+        )
+    rows = draft_rows(config)
+    for key, values in (("depth", [config["depth"]]), ("depths", config["depths"])):
+        for value in values:
+            if rows is not None and value is not None and value > rows:
+                problems.append(
+                    f"{key}: {value} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower {key}"
+                )
+    return problems
+
+
+def _limit_problems(config: dict) -> list[str]:
+    """Return what exceeds the context, the target's sizes or the candidates; weights that are not here refuse nothing.
+
+    Sizes are read from the target's config.json.
+    """
+    problems = []
+
+    def at_most(key: str, value: int, limit: int | None, why: str) -> None:
+        if limit is not None and value > limit:
+            problems.append(f"{key}: {value} is not allowed (allowed: 1 to {limit}, {why}); lower {key}")
+
+    path = Path(config["weights"]) / "target/config.json"
+    fields = json.loads(path.read_text()) if path.exists() else {}
+    sizes = fields.get("text_config") or fields
+    at_most("context", config["context"], sizes.get("max_position_embeddings"), "the positions that the target holds")
+    at_most("max_new_tokens", config["max_new_tokens"], config["context"] - 1, "context less one prompt token")
+    if any("candidates" in METHODS[method].knobs for method in config["methods"]):
+        vocabulary = "the target's vocabulary"
+        at_most("candidates", config["candidates"], sizes.get("vocab_size"), vocabulary)
+        for value in config["candidate_counts"]:
+            at_most("candidate_counts", value, sizes.get("vocab_size"), vocabulary)
+        at_most("children", config["children"], min([config["candidates"], *config["candidate_counts"]]), "candidates")
+        for value in config["children_counts"]:
+            at_most("children_counts", value, config["candidates"], "candidates")
+    for name in config["datasets"]:
+        rows = pins()[config["source"]].get(name, {}).get("rows")
+        at_most("prompts", config["prompts"], rows, f"the rows of {name}; prompts are never repeated")
+    return problems
+
+
+def _dataset_problems(config: dict) -> list[str]:
+    known, source = pins(), config["source"]
+    problems = []
+    for name in (name for name in config["datasets"] if name not in known[source]):
+        elsewhere = " or ".join(f"source {other}" for other in ("embedded", "local", "hub") if name in known[other])
+        remedy = (
+            f"it is offered by {elsewhere}; real sets need data=DIR" if elsewhere else "choose one of the allowed names"
+        )
+        problems.append(refusal("datasets", name, list(known[source]), remedy))
+    if source == "local" and config["data"] is None:
+        problems.append("data: null is not allowed with source local; give the folder of the sets, --config data=DIR")
+    elif config["data"] is not None and not Path(config["data"]).is_dir():
+        problems.append(f"data: {config['data']!r} is not a folder; give the folder that holds the sets' .jsonl files")
+    elif source == "local":
+        for name in (name for name in config["datasets"] if name in known["local"]):
+            file = known["local"][name]["file"]
+            if not (Path(config["data"]) / file).is_file():
+                problems.append(
+                    f"data: {config['data']!r} is not allowed (allowed: a folder with {file}, which {name} needs); "
+                    f"put the file there (source: {known['local'][name]['source']}), or leave the set out"
+                )
+    return problems
+
+
+def _schema_problems(config: dict, schema: dict) -> list[str]:
+    validator = jsonschema.Draft202012Validator(schema)
+    problems: list[str] = []
+    for error in sorted(validator.iter_errors(config), key=lambda error: [str(part) for part in error.path]):
+        problems += _explain(error)
+    return problems
+
+
+def _explain(error: jsonschema.ValidationError) -> list[str]:
+    """Return our words for one schema error: key, value, allowed values, remedy."""
+    # items of a list are described by the list
+    path = [part for part in error.absolute_path if isinstance(part, str)]
+    key, here = ".".join(path), error.schema
+    if error.validator == "additionalProperties":
+        known = sorted(here["properties"])
+        prefix = f"{key}." if key else ""
+        return [
+            f"{prefix}{name}: unknown key; {did_you_mean(name, known)}allowed keys: {', '.join(known)}"
+            for name in sorted(set(error.instance) - set(known))
+        ]
+    if error.validator == "required":
+        # one error a missing key; its message starts with the quoted name
+        name = next(name for name in error.validator_value if error.message.startswith(repr(name)))
+        meaning = here["properties"][name].get("description", "")
+        return [f"{'.'.join([*path, name])}: missing key; add it ({meaning})"]
+    allowed = ", ".join(map(str, error.validator_value)) if error.validator == "enum" else _allowed(here)
+    hint = did_you_mean(error.instance, error.validator_value) if error.validator == "enum" else ""
+    meaning = _description(path)
+    return [f"{key}: {shown(error.instance)} is not allowed (allowed: {allowed}); {hint}{key} is {meaning}"]
+
+
+def _description(path: list[str]) -> str:
+    node = yaml.safe_load(SCHEMA_FILE.read_text())
+    for part in path:
+        node = node.get("properties", {}).get(part, {})
+    return node.get("description", "described in workflows/schemas/config.schema.yaml")
+
+
+def _allowed(schema: dict) -> str:
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    kinds = schema.get("type", "a value")
+    text = " or ".join(kinds) if isinstance(kinds, list) else f"{'an' if kinds[0] in 'aeio' else 'a'} {kinds}"
+    text += f" >= {schema['minimum']}" if "minimum" in schema else ""
+    text += f" matching {schema['pattern']}" if "pattern" in schema else ""
+    text += " with at least one entry" if schema.get("minItems") or schema.get("minLength") else ""
+    return text + (", each once" if schema.get("uniqueItems") else "")
+
+
+def _typed(config: dict, schema: dict) -> dict:
+    """Return the config with command-line strings and single values turned into what the schema asks for."""
+    return {key: _as_type(value, schema["properties"].get(key, {})) for key, value in config.items()}
+
+
+def _as_type(value, schema: dict):
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if value == "null" and kinds != ["string"]:
+        return None
+    if isinstance(value, dict) and "properties" in schema:
+        return _typed(value, schema)
+    if "array" in kinds and value is not None and not isinstance(value, list | dict):
+        parts = value.split(",") if isinstance(value, str) else [value]
+        value = [part.strip() if isinstance(part, str) else part for part in parts]
+    if isinstance(value, list):
+        return [_as_type(item, schema.get("items", {})) for item in value]
+    if isinstance(value, str) and {"integer", "number", "boolean"} & set(kinds):
+        if value.lower() in ("nan", "inf", "-inf"):
+            return float(value)
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+        if isinstance(parsed, str) and "number" in kinds:
+            with contextlib.suppress(ValueError):
+                parsed = float(parsed)  # YAML takes 1e-6 for a word
+        value = parsed if isinstance(parsed, int | float) else value
+    # 64.0 would name another cell than 64
+    return int(value) if isinstance(value, float) and value.is_integer() and "boolean" not in kinds else value
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(f"the config has {len(problems)} problem{'s' * (len(problems) > 1)}; nothing was run\n{lines}")
