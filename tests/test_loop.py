@@ -184,3 +184,27 @@ def test_a_state_that_forgets_everything_decodes_the_same_alone_and_together(bac
     alone = [ar_tokens(target, prompt, temperature=1.0, gdn_backend=backend) for prompt in prompts]
     together = run(target, prompts, RootOnly(), temperature=1.0, requests=2, gdn_backend=backend)
     assert [trace.output_tokens for trace in together] == alone
+
+
+def test_a_watcher_sees_every_step_as_it_was_decided():
+    """The tree, the target's rows and the untrimmed walk, with what was emitted so far; the output is the same."""
+    target, prompt, steps = toy_target(torch.float32), PROMPTS[1], []
+    config = DecodeConfig("oracle", temperature=1.0, seed=5, max_new_tokens=10)
+    emitted = ar_tokens(target, prompt, temperature=1.0, seed=5, max_new_tokens=40)
+    finished = []
+    decode(
+        [prompt],
+        Models(target),
+        config,
+        proposer=Oracle([emitted], 4, spoil=lambda step: 2 if step % 2 else None),
+        on_finish=finished.append,
+        on_step=lambda step: steps.append((step, list(step.outputs[0]))),
+    )
+    assert len(steps) == len(finished[0].steps) and steps[-1][1] == finished[0].output_tokens == emitted[:10]
+    before = 1
+    for step, output in steps:
+        path = step.result.path[0, 1 : int(step.result.accepted) + 1]
+        walked = [*step.tree.tokens[0, path].tolist(), int(step.result.bonus)]
+        assert output[before:] == walked[: len(output) - before] and len(output) > before
+        assert step.logits.shape[:2] == step.tree.tokens.shape
+        before = len(output)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tfm_kernels.gdn.ops import BACKENDS
+from tfm_kernels.gdn.backends import BACKENDS
 
 RULES = ("greedy", "target_only", "traversal", "legacy_traversal")
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy

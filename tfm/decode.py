@@ -65,6 +65,16 @@ class Models:
                 yield "weaver.K", weaver.config.K, rows, "at least the drafter's rows"
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step decided, for a watcher to read: before the cap, an EOS or a stop string trimmed the path."""
+
+    tree: DraftTree
+    logits: Tensor  # [R, N, vocab], the target's row at every node
+    result: VerifyResult
+    outputs: list[list[int]]  # all tokens that each request has emitted so far, trimmed
+
+
 class Proposer(Protocol):
     """Turns a context into a draft tree, timing its drafter pass as "draft" and the rest as "build"."""
 
@@ -118,13 +128,15 @@ def decode(
     on_finish: Callable[[RequestTrace], None],
     clock: Clock = OFF,
     on_token: Callable[[str, int], None] | None = None,
+    on_step: Callable[[Step], None] | None = None,
     detokenise: Callable[[list[int]], str] | None = None,
     traced: bool = False,
 ) -> None:
     """Decode every prompt, `config.requests` at a time, and hand each finished request to `on_finish`.
 
-    Order is the order given. `on_token(id, tokens emitted)` reports progress; `detokenise` is needed for stop strings;
-    `traced` records every tree. Raises ValueError for an empty prompt or a missing model; nothing is skipped here.
+    Order is the order given. `on_token(id, tokens emitted)` reports progress; `on_step` is shown every step, outside
+    its stages but inside the request's wall; `detokenise` is needed for stop strings; `traced` records every tree.
+    Raises ValueError for an empty prompt or a missing model; nothing is skipped here.
     """
     config.check(models.drafter.draft_rows if models.drafter is not None else None)
     models.check()
@@ -142,7 +154,7 @@ def decode(
     with torch.inference_mode():
         for start in range(0, len(prompts), config.requests):
             batch = _Batch(prompts[start : start + config.requests], models, config, clock, detokenise, traced)
-            batch.run(proposer, on_finish, on_token)
+            batch.run(proposer, on_finish, on_token, on_step)
 
 
 class _Request:
@@ -224,13 +236,13 @@ class _Batch:
         self.device = models.target.embed_weight.device
         self.indices = torch.tensor([prompt.index for prompt in prompts], device=self.device)
 
-    def run(self, proposer: Proposer, on_finish, on_token) -> None:
+    def run(self, proposer: Proposer, on_finish, on_token, on_step) -> None:
         alone = len(self.requests) == 1  # a wall time belongs to a request only when it ran alone
         start = self.clock.now()
         context = self._prefill()
         started = self.clock.now()
         while not all(request.finish_reason for request in self.requests):
-            self._step(context, proposer)
+            self._step(context, proposer, on_step)
             if on_token is not None:
                 on_token(self.requests[0].prompt.id, sum(len(request.output) for request in self.requests))
         end = self.clock.now()
@@ -276,7 +288,7 @@ class _Batch:
                 where = f"prompt {request.prompt.id}, after {len(request.output)} tokens"
                 raise ValueError(f"logits: NaN ({where}); the target's weights or dtype are broken, check them")
 
-    def _step(self, context: Context, proposer: Proposer) -> None:
+    def _step(self, context: Context, proposer: Proposer, on_step) -> None:
         clock, config = self.clock, self.config
         running = [request for request in self.requests if request.finish_reason is None]
         clock.start_step()
@@ -301,12 +313,14 @@ class _Batch:
                 request.record(host_tree, row, host, self.traced)
         with clock.stage("commit"):
             going = torch.tensor([request.finish_reason is None for request in self.requests], device=self.device)
-            result = replace(result, path=result.path.masked_fill(~going[:, None], -1))
-            self.cache.commit(output.scratch, result.path)
-        context.advance(output, result)
+            committed = replace(result, path=result.path.masked_fill(~going[:, None], -1))
+            self.cache.commit(output.scratch, committed.path)
+        context.advance(output, committed)
         stage_us = clock.end_step()
         if len(self.requests) == 1:
             running[0].steps[-1].stage_us = stage_us
+        if on_step is not None:
+            on_step(Step(tree, output.logits, result, [request.output for request in self.requests]))
 
 
 def visible_text(text: str, stop: tuple[str, ...]) -> str:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from tfm_kernels.gdn import naive, solve
-
-BACKENDS = ("naive", "solve")
+from tfm_kernels.gdn.backends import BACKENDS
 
 
 def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
