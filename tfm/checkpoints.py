@@ -1,14 +1,15 @@
 """Public checkpoint formats in and out: Hugging Face target, DFlash drafter, Weaver (.pth or safetensors directory).
 
 Every tensor a model needs must be there with its shape, and nothing else may be: what is missing, misshapen or left
-over is an error that names the tensor, both shapes, the file and the remedy. Weights lie in bfloat16 on disk and are
-loaded into the dtype asked for.
+over is an error that names the tensor, both shapes, the file and the remedy. Weights lie in bfloat16 on disk, or in
+int8 rows with scales (tfm/quantise.py), and are loaded into the dtype asked for.
 """
 
 import json
 import logging
 import re
 import reprlib
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from tfm.drafter import Drafter, DrafterConfig
 from tfm.manifest import write_atomic, write_json
+from tfm.quantise import as_bfloat16, inexact_in_bfloat16, pack, unpack
 from tfm.target import Target, TargetConfig
 from tfm.weaver import Weaver, WeaverConfig
 
@@ -30,6 +32,7 @@ TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_m
 NOT_TEXT = re.compile(r"(^|\.)(visual|vision\w*|mtp)\.")
 BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 LISTED = 12  # names printed of a long list
+STORAGES = {"bfloat16": as_bfloat16, "int8": pack}
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,13 @@ class StoredTensors:
         )
 
 
-def write_tensors(directory: Path | str, tensors: dict[str, Tensor], config: dict, *, dtype=torch.bfloat16) -> None:
-    """Write model.safetensors (floating tensors in `dtype`) and config.json, each atomically."""
+def write_tensors(directory: Path | str, tensors: dict[str, Tensor], config: dict, *, storage="bfloat16") -> None:
+    """Write model.safetensors and config.json, each atomically. Storage int8: matrices in rows with scales."""
+    if storage not in STORAGES:
+        raise ValueError(f"storage: {storage!r} is not allowed (allowed: {', '.join(STORAGES)}); choose one of them")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    stored = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    write_atomic(directory / SINGLE, save(stored, metadata={"format": "pt"}))
+    write_atomic(directory / SINGLE, save(STORAGES[storage](tensors), metadata={"format": "pt"}))
     write_json(directory / CONFIG, config)
 
 
@@ -99,22 +103,40 @@ def load_weaver(path: Path | str, *, device="cpu", dtype: torch.dtype = torch.fl
     return _fill(lambda: Weaver(config), matched, path, device, dtype)
 
 
-def save_target(target: Target, directory: Path | str) -> None:
-    """Write a target as a Qwen3_5ForCausalLM directory in bfloat16 (without tokenizer)."""
+def save_target(target: Target, directory: Path | str, *, storage="bfloat16") -> None:
+    """Write a target as a Qwen3_5ForCausalLM directory (without tokenizer)."""
     tensors = {
         name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in target.state_dict().items()
     }
-    write_tensors(directory, tensors, target_config_json(target.config))
+    write_tensors(directory, tensors, target_config_json(target.config), storage=storage)
 
 
-def save_drafter(drafter: Drafter, directory: Path | str) -> None:
-    """Write a drafter as a DFlash directory in bfloat16."""
-    write_tensors(directory, drafter.state_dict(), {**drafter.config.to_dict(), "dtype": "bfloat16"})
+def save_drafter(drafter: Drafter, directory: Path | str, *, storage="bfloat16") -> None:
+    """Write a drafter as a DFlash directory."""
+    write_tensors(directory, drafter.state_dict(), {**drafter.config.to_dict(), "dtype": "bfloat16"}, storage=storage)
 
 
-def save_weaver(weaver: Weaver, directory: Path | str) -> None:
-    """Write a weaver as a safetensors directory in bfloat16, with the released file's names and config keys."""
-    write_tensors(directory, weaver.state_dict(), weaver.config.to_dict())
+def save_weaver(weaver: Weaver, directory: Path | str, *, storage="bfloat16") -> None:
+    """Write a weaver as a safetensors directory, with the released file's names and config keys."""
+    write_tensors(directory, weaver.state_dict(), weaver.config.to_dict(), storage=storage)
+
+
+def export(source: Path | str, destination: Path | str) -> None:
+    """Write a stored directory of any part as the public bfloat16 one: dequantised, its other files copied.
+
+    Raises ValueError, before anything is written, when a tensor is not exact in bfloat16.
+    """
+    source, destination = Path(source), Path(destination)
+    stored = _read(source)
+    changed = inexact_in_bfloat16(stored.tensors)
+    if changed:
+        raise ValueError(
+            f"{source}: {_listed(changed)} would change in bfloat16; store rows with scales that are powers of two"
+        )
+    write_tensors(destination, stored.tensors, _read_config(source))
+    for path in sorted(source.glob("*.json")):
+        if path.name not in (CONFIG, INDEX):
+            shutil.copyfile(path, destination / path.name)
 
 
 def save_weaver_pth(weaver: Weaver, path: Path | str, *, dtype=torch.float32) -> None:
@@ -247,6 +269,12 @@ def _fill(build: Callable[[], nn.Module], stored: StoredTensors, where: Path, de
 
 
 def _read(directory: Path) -> StoredTensors:
+    stored = _read_files(directory)
+    tensors = unpack(stored.tensors, lambda name: str(stored.files[name]))
+    return StoredTensors(tensors, {name: stored.files[name] for name in tensors})
+
+
+def _read_files(directory: Path) -> StoredTensors:
     if (directory / INDEX).is_file():
         return _read_shards(directory)
     files = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))

@@ -178,6 +178,9 @@ class GatedNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
+    # of whole sequences; training may put another exact form here (tfm/train/gdn.py)
+    chain_forward = staticmethod(solve.chain_forward)
+
     def __init__(self, config: TargetConfig):
         super().__init__()
         self.config = config
@@ -235,7 +238,7 @@ class GatedDeltaNet(nn.Module):
         heads, dims = self.config.linear_num_value_heads, (self.config.linear_key_head_dim, v.shape[-1])
         dtype = torch.float64 if mixed.dtype == torch.float64 else torch.float32
         start = torch.zeros(len(mixed), heads, *dims, dtype=dtype, device=mixed.device)
-        out, state = solve.chain_forward(q, k, v, log_decay, beta, start)
+        out, state = self.chain_forward(q, k, v, log_decay, beta, start)
         if rows.lengths is None:
             return out, None
         # columns of `padded` stand width - 1 to the right: these are the last width - 1 real inputs
