@@ -11,7 +11,7 @@ import re
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-NOT_TEXT = re.compile(r"(^|\.)(visual|vision\w*|mtp)\.")
+# vision towers, multi-token-prediction layers, and the rotary tables that old Llama files carry
+NOT_TEXT = re.compile(r"(^|\.)(visual|vision\w*|mtp)\.|\.rotary_emb\.inv_freq$")
 BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 LISTED = 12  # names printed of a long list
 STORAGES = {"bfloat16": as_bfloat16, "int8": pack}
@@ -65,7 +66,10 @@ def write_tensors(directory: Path | str, tensors: dict[str, Tensor], config: dic
 
 
 def load_target(directory: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32, tap_layers=()) -> Target:
-    """Return the text model of a Hugging Face directory; vision and MTP tensors are skipped and their names logged."""
+    """Return the text model of a Hugging Face directory: Qwen3.5/3.6, Qwen3 or Llama (see tfm/target_config.py).
+
+    Vision, MTP and rotary-table tensors are skipped and their names logged.
+    """
     directory = Path(directory)
     config = _parse(TargetConfig.from_dict, _read_config(directory), directory)
     stored = _read(directory)
@@ -104,11 +108,11 @@ def load_weaver(path: Path | str, *, device="cpu", dtype: torch.dtype = torch.fl
 
 
 def save_target(target: Target, directory: Path | str, *, storage="bfloat16") -> None:
-    """Write a target as a Qwen3_5ForCausalLM directory (without tokenizer)."""
+    """Write a target as a Hugging Face directory of its architecture (without tokenizer)."""
     tensors = {
         name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in target.state_dict().items()
     }
-    write_tensors(directory, tensors, target_config_json(target.config), storage=storage)
+    write_tensors(directory, tensors, target.config.to_dict(), storage=storage)
 
 
 def save_drafter(drafter: Drafter, directory: Path | str, *, storage="bfloat16") -> None:
@@ -143,24 +147,6 @@ def save_weaver_pth(weaver: Weaver, path: Path | str, *, dtype=torch.float32) ->
     """Write a weaver as the released single file: {"config", "state_dict"}."""
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in weaver.state_dict().items()}
     torch.save({"config": weaver.config.to_dict(), "state_dict": state}, path)
-
-
-def target_config_json(config: TargetConfig) -> dict:
-    """Return the Hugging Face config.json of a target."""
-    values = asdict(config)
-    rope = {key: values.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
-    return {
-        **values,
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "num_hidden_layers": len(config.layer_types),
-        "layer_types": list(config.layer_types),
-        "eos_token_id": list(config.eos_token_id),
-        "rope_parameters": {"rope_type": "default", **rope},
-    }
 
 
 def split_fused(stored: StoredTensors, where: Path) -> StoredTensors:

@@ -1,5 +1,8 @@
 """Pieces that target, drafter and weaver share: norms, rotary positions, the feed-forward block."""
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -36,10 +39,33 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotary_table(positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's scaled rotary positions: slow rotations are slowed further, fast ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int  # tokens
+
+    def scale(self, frequencies: Tensor) -> Tensor:
+        """Return the scaled frequencies [rotary_dim / 2], radians a position."""
+        # rotations in the original context
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        keep = keep.clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / self.factor)
+
+
+def rotary_table(
+    positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype, *, scaling: Llama3Rope | None = None
+) -> tuple[Tensor, Tensor]:
     """Return (cos, sin) [.., rotary_dim] of `positions` [..]; angles in float32, halves repeated (not interleaved)."""
     steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device) / rotary_dim
-    angles = positions[..., None].float() * (1.0 / theta**steps)
+    frequencies = 1.0 / theta**steps
+    if scaling is not None:
+        frequencies = scaling.scale(frequencies)
+    angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -1,11 +1,12 @@
-"""Target: a lean Qwen3.5/3.6 text model (gated DeltaNet and gated attention) that verifies draft trees.
+"""Target: a lean text model that verifies draft trees.
 
-Three passes share the layers. `forward` is the plain causal model (training, whole sequences), `prefill` is the same
-and fills a cache, `verify` runs a tree over a cache that it only reads. Parameter names are Hugging Face's
-Qwen3_5ForCausalLM names without the `model.` prefix.
+Qwen3.5/3.6 (gated DeltaNet and gated attention), Qwen3 and Llama (attention alone) are built from the same layers;
+`TargetConfig.style` says what each does differently. Three passes share them. `forward` is the plain causal model
+(training, whole sequences), `prefill` is the same and fills a cache, `verify` runs a tree over a cache that it only
+reads. Parameter names are Hugging Face's, without the `model.` prefix.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,92 +14,10 @@ from torch import Tensor, nn
 from tfm.cache import AttentionRows, GdnScratch, GdnState, TargetCache
 from tfm.clock import OFF, Clock
 from tfm.layers import MLP, RMSNorm, rotary_table, rotate, widen
+from tfm.target_config import GDN, TargetConfig
 from tfm.tree import DraftTree
 from tfm_kernels import conv
 from tfm_kernels.gdn import ops, solve
-
-GDN, ATTENTION = "linear_attention", "full_attention"
-
-
-@dataclass(frozen=True)
-class TargetConfig:
-    """Sizes of the target, with Hugging Face's field names."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layer_types: tuple[str, ...]
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_conv_kernel_dim: int = 4
-    rope_theta: float = 1e7
-    partial_rotary_factor: float = 0.25
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 2048
-    eos_token_id: tuple[int, ...] = field(default=())
-
-    @staticmethod
-    def from_dict(raw: dict) -> "TargetConfig":
-        """Return the config in a Hugging Face config.json; a multimodal one's text_config is taken.
-
-        Raises ValueError for a missing size and for what this implementation does not do (scaled rotary positions,
-        biased attention, another activation).
-        """
-        if not isinstance(raw, dict):
-            raise ValueError(f"config.json: {type(raw).__name__} is not an object; take the file of the checkpoint")
-        text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else dict(raw)
-        # of a multimodal model the outer entry decides, as in transformers
-        text["tie_word_embeddings"] = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        _refuse_unsupported(text, rope)
-        text.setdefault("rope_theta", rope.get("rope_theta", 1e7))
-        text.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor", 0.25))
-        if not text.get("layer_types"):
-            every = text.get("full_attention_interval", 4)
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"config.json: full_attention_interval {every!r} is not allowed (allowed: 1 or more)")
-            count = text.get("num_hidden_layers", 0)
-            text["layer_types"] = [ATTENTION if (i + 1) % every == 0 else GDN for i in range(count)]
-        eos = text.get("eos_token_id")
-        text["eos_token_id"] = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-        text["layer_types"] = tuple(text["layer_types"])
-        known = [f.name for f in fields(TargetConfig)]
-        given = {name: text[name] for name in known if text.get(name) is not None}
-        try:
-            return TargetConfig(**given)
-        except TypeError as error:
-            missing = [name for name in known[:11] if name not in given]
-            raise ValueError(f"config.json: missing {', '.join(missing)}; take the file of the checkpoint") from error
-
-    @property
-    def conv_channels(self) -> int:
-        keys = self.linear_num_key_heads * self.linear_key_head_dim
-        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
-
-
-def _refuse_unsupported(text: dict, rope: dict) -> None:
-    kinds = set(text.get("layer_types") or ()) - {GDN, ATTENTION}
-    wanted = {
-        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
-        "attention_bias": (bool(text.get("attention_bias", False)), False),
-        "hidden_act": (text.get("hidden_act", "silu"), "silu"),
-        "layer_types": (sorted(kinds), []),
-    }
-    for key, (value, allowed) in wanted.items():
-        if value != allowed:
-            raise ValueError(
-                f"config.json: {key} {value!r} is not supported (allowed: {allowed!r}); use another target"
-            )
 
 
 @dataclass(frozen=True)
@@ -125,32 +44,39 @@ class _Rows:
     lengths: Tensor | None = None  # [R], real tokens of a right-padded prefill
 
 
-class GatedAttention(nn.Module):
+class Attention(nn.Module):
+    """Causal grouped-query attention; with Qwen3.5's output gate, half of `q_proj` is the gate."""
+
     def __init__(self, config: TargetConfig):
         super().__init__()
-        self.config = config
+        self.config, self.style = config, config.style
         dim, heads, kv_heads, head_dim = (
             config.hidden_size,
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.q_proj = nn.Linear(dim, heads * head_dim * 2, bias=False)
+        self.q_proj = nn.Linear(dim, heads * head_dim * (2 if self.style.output_gate else 1), bias=False)
         self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, offset=1.0)
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, offset=1.0)
+        if self.style.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, offset=self.style.norm_offset)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, offset=self.style.norm_offset)
 
     def forward(self, x: Tensor, rows: _Rows, memory: AttentionRows | None) -> tuple[Tensor, AttentionRows]:
         """Return (output [R, N, d], own keys and values); `memory` holds committed rows in a verify, else None."""
-        head_dim = self.config.head_dim
+        head_dim, gate = self.config.head_dim, None
         with rows.clock.stage("target_gemm"):
-            query, gate = self.q_proj(x).unflatten(-1, (-1, 2 * head_dim)).chunk(2, dim=-1)
+            query = self.q_proj(x).unflatten(-1, (self.config.num_attention_heads, -1))
+            if self.style.output_gate:
+                query, gate = query.chunk(2, dim=-1)
             key, value = (proj(x).unflatten(-1, (-1, head_dim)) for proj in (self.k_proj, self.v_proj))
         with rows.clock.stage("target_attention"):
-            query = rotate(self.q_norm(query).transpose(1, 2), rows.table)
-            own = AttentionRows(rotate(self.k_norm(key).transpose(1, 2), rows.table), value.transpose(1, 2))
+            if self.style.qk_norm:
+                query, key = self.q_norm(query), self.k_norm(key)
+            query = rotate(query.transpose(1, 2), rows.table)
+            own = AttentionRows(rotate(key.transpose(1, 2), rows.table), value.transpose(1, 2))
             keys, values = own.keys, own.values
             if memory is not None:
                 keys = torch.cat([memory.keys[:, :, : rows.committed], keys], dim=2)
@@ -158,7 +84,9 @@ class GatedAttention(nn.Module):
             out = nn.functional.scaled_dot_product_attention(
                 query, keys, values, attn_mask=rows.mask, enable_gqa=query.shape[1] != keys.shape[1]
             )
-            out = out.transpose(1, 2).flatten(2) * torch.sigmoid(gate.flatten(2))
+            out = out.transpose(1, 2).flatten(2)
+            if gate is not None:
+                out = out * torch.sigmoid(gate.flatten(2))
         with rows.clock.stage("target_gemm"):
             return self.o_proj(out), own
 
@@ -273,12 +201,13 @@ def _unit(x: Tensor) -> Tensor:
 class Layer(nn.Module):
     def __init__(self, config: TargetConfig, kind: str):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
+        offset = config.style.norm_offset
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
         if kind == GDN:
             self.linear_attn = GatedDeltaNet(config)
         else:
-            self.self_attn = GatedAttention(config)
+            self.self_attn = Attention(config)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
         self.kind = kind
 
@@ -300,9 +229,10 @@ class Target(nn.Module):
     def __init__(self, config: TargetConfig, tap_layers: tuple[int, ...] = ()):
         super().__init__()
         self.config, self.tap_layers = config, tuple(tap_layers)
+        self.has_gdn = GDN in config.layer_types
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=1.0)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.style.norm_offset)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -382,7 +312,7 @@ class Target(nn.Module):
             tree=tree,
             backend=gdn_backend,
             ancestors=ancestors,
-            windows=conv.window_index(tree.parents, self.config.linear_conv_kernel_dim),
+            windows=conv.window_index(tree.parents, self.config.linear_conv_kernel_dim) if self.has_gdn else None,
         )
         hidden, taps, scratch = self._run(tree.tokens, rows, cache)
         with clock.stage("target_head"):
@@ -408,4 +338,6 @@ class Target(nn.Module):
 
     def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
-        return rotary_table(positions, config.rotary_dim, config.rope_theta, self.embed_weight.dtype)
+        return rotary_table(
+            positions, config.rotary_dim, config.rope_theta, self.embed_weight.dtype, scaling=config.rope_scaling
+        )
