@@ -1,0 +1,20 @@
+"""Checkpoint folders -> the models that a method decodes with."""
+
+from pathlib import Path
+
+import torch
+
+from tfm import checkpoints
+from tfm.decode import Models
+
+
+def load_models(weights: dict[str, Path | str], *, device: torch.device, dtype: torch.dtype) -> Models:
+    """Return the models of the given parts (target, drafter, weaver -> folder); a part that is not given is None."""
+    drafter = weaver = None
+    if "drafter" in weights:
+        drafter = checkpoints.load_drafter(weights["drafter"], device=device, dtype=dtype)
+    if "weaver" in weights:
+        weaver = checkpoints.load_weaver(weights["weaver"], device=device, dtype=dtype)
+    taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
+    target = checkpoints.load_target(weights["target"], device=device, dtype=dtype, tap_layers=taps)
+    return Models(target.eval(), drafter and drafter.eval(), weaver and weaver.eval())
