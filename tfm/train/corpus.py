@@ -4,14 +4,15 @@ import json
 
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline
+from tfm.train.peers import ALONE, Peers
 from tfm.train.settings import TrainSettings
 from tfm.train.text import balanced_sample, iter_training_rows, tokenise_rows, training_manifest
 from tfm.train.tokenizer import train_tokenizer
 
 
-def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline) -> dict:
+def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline, peers: Peers = ALONE) -> dict:
     """Write the tokenizer beside the target's weights and the tokenised text; does nothing when both are there."""
-    if not (layout.corpus.is_file() and layout.text_manifest.is_file()):
+    if peers.is_first and not (layout.corpus.is_file() and layout.text_manifest.is_file()):
         rows = list(iter_training_rows(layout.data))
         tokenizer = train_tokenizer(balanced_sample(rows, settings.text.bytes_per_domain), settings.text.vocab_size)
         if tokenizer.mask_id != settings.drafter_model.mask_token_id:
@@ -30,6 +31,7 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
         text.save(layout.corpus)
         manifest = training_manifest(layout.data) | {"tokens": int(len(text.tokens)), "conversations": len(text)}
         layout.text_manifest.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    peers.wait()
     manifest = json.loads(layout.text_manifest.read_text(encoding="utf-8"))
     return {"stage": "tokenizer", "done": True, **{key: manifest[key] for key in ("tokens", "conversations")}}
 

@@ -13,6 +13,8 @@ from tfm.train.blocks import Blocks, RowMeans, compute_blocks
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline, Stage, train
 from tfm.train.losses import LkLoss, leading_matches, lk_loss, row_weights
+from tfm.train.peers import ALONE, Peers
+from tfm.train.precision import Shadow
 from tfm.train.sample import Samples, split_samples
 from tfm.train.settings import LossSettings, TrainSettings
 from tfm.train.target import load_frozen
@@ -20,46 +22,50 @@ from tfm.train.target import load_frozen
 VALIDATION_BATCHES = 2  # of each bucket
 
 
-def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline) -> dict:
-    """Train, or go on training, and export the bfloat16 drafter. Returns the loop's report."""
+def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline, peers: Peers = ALONE) -> dict:
+    """Train, or go on training, and export the drafter. Returns the loop's report."""
     samples = Samples.load(layout.require(layout.samples, "sample"))
     kept, held = split_samples(samples, settings, device)
     target = load_frozen(settings, layout, device)
     drafter = Drafter(settings.drafter_model)
     init_drafter(drafter, settings.seed)
-    drafter.to(device)
+    shadow = Shadow(drafter.to(device), settings.precision)
     schedule, loss_settings = settings.drafter, settings.drafter_loss
 
     def loss(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        terms = drafter_loss(compute_blocks(target, drafter, batch, train_drafter=True), loss_settings)
+        blocks = compute_blocks(target, shadow.compute, batch, train_drafter=True)
+        terms = drafter_loss(blocks, loss_settings, peers)
         return {"loss": terms.loss, "alpha": terms.alpha, "kl": terms.kl, "kl_weight": terms.kl_weight}
 
     def validate() -> dict[str, float]:
         means = RowMeans()
         for batch in held.fixed_batches(schedule.tokens_per_step, VALIDATION_BATCHES, loss_settings.anchors):
-            add_marginal_measures(means, compute_blocks(target, drafter, batch, train_drafter=False), loss_settings)
+            blocks = compute_blocks(target, shadow.compute, batch, train_drafter=False)
+            add_marginal_measures(means, blocks, loss_settings)
         return means.means()
 
     inputs = {"target": sha256_weights(layout.weights("target")), "samples": sha256_file(layout.samples)}
     report = train(
         Stage(
             name="drafter",
-            model=drafter,
+            shadow=shadow,
             schedule=schedule,
             digest_fields=settings.digest_fields("drafter") | inputs,
-            batch=lambda step: kept.batch(step, schedule.tokens_per_step, loss_settings.anchors),
+            batch=lambda step: kept.batch(step, schedule.tokens_per_step, loss_settings.anchors, peers),
             loss=loss,
             validate=validate,
+            peers=peers,
         ),
         layout.stage("drafter"),
         deadline=deadline,
     )
-    if report["done"]:
-        checkpoints.save_drafter(drafter, layout.weights("drafter"))
+    if report["done"] and peers.is_first:
+        checkpoints.save_drafter(drafter, layout.weights("drafter"), storage=settings.storage)
+    peers.wait()
     return report | {"parameters": sum(p.numel() for p in drafter.parameters())}
 
 
-def drafter_loss(blocks: Blocks, settings: LossSettings) -> LkLoss:
+def drafter_loss(blocks: Blocks, settings: LossSettings, peers: Peers = ALONE) -> LkLoss:
     """Return the LK loss of the marginals over the whole vocabulary."""
     return lk_loss(
         blocks.target_log_probs,
@@ -67,6 +73,7 @@ def drafter_loss(blocks: Blocks, settings: LossSettings) -> LkLoss:
         row_weights(blocks.valid, settings.gamma),
         kl_scale=settings.kl_scale,
         kl_decay=settings.kl_decay,
+        peers=peers,
     )
 
 

@@ -6,6 +6,7 @@
 import argparse
 import csv
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -13,17 +14,25 @@ from pathlib import Path
 import yaml
 
 from tfm.manifest import sha256_file
+from tfm.quantise import SCALE
 from tfm.train.layout import Layout
+from tfm.train.peers import ALONE, Peers
 from tfm.train.settings import TrainSettings
 
 PARTS = ("target", "drafter", "weaver")
 SHIPPED = ("*.safetensors", "*.json")
 SOURCES = Path(__file__).parents[2] / "workflows" / "config" / "datasets.yaml"
+STORED = {
+    "bfloat16": "bfloat16 checkpoints in the public formats; they are computed in float32.",
+    "int8": "Matrices are stored as int8 rows with a float16 scale a row: the dequantised weights are the model, and\n"
+    "drafter and weaver were trained against them. `tfm.checkpoints.export` writes the same model in bfloat16, the\n"
+    "public format.",
+}
 CARD = """\
 # {family}: target, drafter and weaver
 
 A family trained from nothing for this project: small enough to decode on a CPU, too small to be of use as a language
-model. bfloat16 checkpoints in the public formats; they are computed in float32.
+model. {storage}
 
 | part | parameters | steps | last validation |
 |---|---:|---:|---|
@@ -37,7 +46,7 @@ argmax chain along answers sampled at temperature 1. The curves hold alpha by po
 Seed {seed}; recipe and sizes in `workflows/config/train_{family}.yaml`. The target learned next tokens. Its logits
 were then multiplied by {sharpen:g} (through the final norm), which makes its law the trained one's at temperature
 {temperature:.3g}: a model this small is far less certain of its next token than the large ones that drafting is made
-for. On its own answers the entropy is {entropy:.2f} nats a token. Rounded to bfloat16, it sampled {conversations:,}
+for. On its own answers the entropy is {entropy:.2f} nats a token. Rounded as it ships, it sampled {conversations:,}
 answers ({answer_tokens:,} tokens) to its training prompts at temperature 1. Drafter and weaver learned its law along
 those answers with the LK loss, w KL + (1 - w)(1 - alpha); the weaver saw the drafter as it ships. Muon on matrices,
 AdamW elsewhere; warm-up, constant, linear decay.
@@ -63,8 +72,10 @@ The weights are released under Apache-2.0, like the code. Attribution for the te
 """
 
 
-def run(settings: TrainSettings, layout: Layout, *, sources: Path = SOURCES) -> dict:
+def run(settings: TrainSettings, layout: Layout, *, sources: Path = SOURCES, peers: Peers = ALONE) -> dict:
     """Write README.md, curves and hashes beside the three checkpoints. Raises ValueError when they are too large."""
+    if not peers.is_first:
+        return {"stage": "export", "done": True}
     files = shipped_files(layout)
     total = sum(path.stat().st_size for path in files)
     if settings.max_bytes is not None and total > settings.max_bytes:
@@ -97,15 +108,11 @@ def shipped_files(layout: Layout) -> list[Path]:
 
 
 def parameter_count(directory: Path) -> int:
-    """Return the number of parameters in a directory's model.safetensors, from its header."""
+    """Return the number of parameters in a directory's model.safetensors, from its header; scales are none."""
     with (directory / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    total = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            low, high = entry["data_offsets"]
-            total += (high - low) // 2  # bfloat16
-    return total
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__" and not name.endswith(SCALE)]
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def last_row(curve: Path) -> dict[str, float]:
@@ -125,6 +132,7 @@ def model_card(settings: TrainSettings, facts: dict, sources: Path) -> str:
     measures = {"target": "next-token loss {val_loss:.3f} nats, before sharpening", "drafter": chain, "weaver": chain}
     return CARD.format(
         family=settings.family,
+        storage=STORED[settings.storage],
         seed=settings.seed,
         every=settings.text.held_out_every,
         sharpen=settings.sharpen,

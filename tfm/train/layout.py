@@ -3,7 +3,7 @@
 OUT/text/corpus.npz, manifest.json        tokenised text
 OUT/<stage>/state.pt, curve.csv           of target, drafter, weaver
 OUT/sample/part-*.npz, samples.npz        answers sampled from the target
-OUT/weights/{target,drafter,weaver}/      bfloat16 checkpoints in the public formats, README.md beside them
+OUT/weights/{target,drafter,weaver}/      checkpoints in the public formats or in int8 rows, README.md beside them
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from tfm.train.loop import Deadline
+from tfm.train.peers import Peers, join
 from tfm.train.settings import TrainSettings, load_settings
 
 
@@ -79,11 +80,14 @@ def without_graphs(settings: TrainSettings) -> TrainSettings:
     return replace(settings, **{stage: replace(getattr(settings, stage), graphs=False) for stage in stages})
 
 
-def prepare_device(device: str) -> None:
-    """Allow TF32 products in training on a GPU; raise ValueError when the device is not there."""
+def prepare_device(device: str) -> Peers:
+    """Allow TF32 products in training on a GPU and join the processes of torchrun, if any.
+
+    Raises ValueError when the device is not there."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: 'cuda' was asked for, but this machine has no CUDA device; use --device cpu")
     torch.backends.cuda.matmul.allow_tf32 = True
+    return join(device)
 
 
 def stage_main(name: str, run: Callable, description: str) -> None:
@@ -98,7 +102,8 @@ def stage_main(name: str, run: Callable, description: str) -> None:
         settings = with_steps(settings, name, options.steps)
     if options.no_graphs:
         settings = without_graphs(settings)
-    prepare_device(options.device)
-    layout = Layout(options.out, options.data)
-    report = run(settings, layout, device=options.device, deadline=Deadline(options.minutes))
-    print(json.dumps(report))
+    peers = prepare_device(options.device)
+    layout, deadline = Layout(options.out, options.data), Deadline(options.minutes)
+    report = run(settings, layout, device=options.device, deadline=deadline, peers=peers)
+    if peers.is_first:
+        print(json.dumps(report))

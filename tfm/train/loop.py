@@ -1,7 +1,8 @@
 """The training loop of every stage: seeded by step, bounded in time, resumed from its last checkpoint.
 
 A stage's folder holds state.pt (model, optimizer, step) and curve.csv. Batches depend on (seed, step) alone, so a run
-that was stopped and continued equals one that was not.
+that was stopped and continued equals one that was not. With several processes each takes its rows of every batch and
+the first one writes.
 """
 
 import csv
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tfm.manifest import sha256_json
 from tfm.train.optim import MuonAdamW
+from tfm.train.peers import ALONE, Peers
+from tfm.train.precision import Shadow
 from tfm.train.settings import Schedule
 
 SAVE_SECONDS = 60.0
@@ -27,12 +30,13 @@ class Stage:
     """What a stage gives the loop."""
 
     name: str
-    model: nn.Module
+    shadow: Shadow  # the model, and what computes in its place
     schedule: Schedule
     digest_fields: dict  # what must not change between a run and its continuation
     batch: Callable[[int], dict[str, Tensor]]  # step -> tensors
-    loss: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # scalars, "loss" among them
+    loss: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # scalars, "loss" among them; a process's share of each
     validate: Callable[[], dict[str, float]]
+    peers: Peers = ALONE
 
 
 class Deadline:
@@ -52,6 +56,8 @@ class Backward:
     def __init__(self, stage: Stage, optimiser: MuonAdamW, *, graphs: bool):
         self.stage, self.optimiser, self.graphs = stage, optimiser, graphs
         self.captured: dict[tuple, tuple] = {}
+        # replays follow one another, so graphs of all shapes may use the same memory
+        self.pool = torch.cuda.graph_pool_handle() if graphs else None
         self.step_graph: torch.cuda.CUDAGraph | None = None
         for parameter in optimiser.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -88,16 +94,19 @@ class Backward:
         self.step_graph.replay()
 
     def _plain(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.stage.shadow.pull()
         torch._foreach_zero_([p.grad for p in self.optimiser.parameters])
         terms = self.stage.loss(batch)
         terms["loss"].backward()
+        self.stage.shadow.push()
+        self.stage.peers.add_up([p.grad for p in self.optimiser.parameters])
         return {name: term.detach() for name, term in terms.items()}
 
     def _capture(self, batch: dict[str, Tensor]) -> tuple:
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         self._warm_up(lambda: self._plain(inputs))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self.pool):
             terms = self._plain(inputs)
         return graph, inputs, terms
 
@@ -111,44 +120,42 @@ class Backward:
         torch.cuda.current_stream().wait_stream(side)
 
 
-def train(stage: Stage, folder: Path, *, deadline: Deadline, seconds_before: float = 0.0) -> dict:
+def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
     """Run `stage` until its last step or the deadline, from the checkpoint in `folder` if there is one.
 
     Returns {"stage", "step", "steps", "done", "seconds", and the last validation}. Raises ValueError when the
     checkpoint was made with other settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    schedule = stage.schedule
-    optimiser = MuonAdamW(
-        stage.model,
-        muon_lr=schedule.muon_lr,
-        adam_lr=schedule.adam_lr,
-        weight_decay=schedule.weight_decay,
-        clip=schedule.clip,
-    )
+    schedule, peers = stage.schedule, stage.peers
+    optimiser = _optimiser(stage)
     step, spent, last = _resume(stage, optimiser, folder)
     device = optimiser.parameters[0].device
-    backward = Backward(stage, optimiser, graphs=schedule.graphs and device.type == "cuda")
+    backward = Backward(stage, optimiser, graphs=schedule.graphs and device.type == "cuda" and peers.size == 1)
     curve, began, saved = Curve(folder / "curve.csv", step), time.monotonic() - spent, time.monotonic()
-    while step < schedule.steps and not deadline.is_over:
+    while step < schedule.steps and not _is_over(stage, step, deadline, device):
         optimiser.set_scale(schedule.scale(step))
         terms = backward(stage.batch(step))
         backward.update()
         step += 1
-        is_last = step == schedule.steps
-        if step % schedule.log_every == 0 or is_last:
-            row = {"step": step, "lr_scale": schedule.scale(step - 1), **_floats(stage.name, step, terms)}
-            row["seconds"] = time.monotonic() - began
-            if step % schedule.validate_every == 0 or is_last:
-                last = stage.validate()
-                row |= last
+        if step % schedule.log_every and step < schedule.steps:
+            continue
+        row = {"step": step, "lr_scale": schedule.scale(step - 1), **_floats(stage, step, terms)}
+        row["seconds"] = time.monotonic() - began
+        if step % schedule.validate_every == 0 or step == schedule.steps:
+            stage.shadow.pull()
+            last = stage.validate()
+            row |= last
+        if peers.is_first:
             curve.add(row)
             _report(stage.name, schedule.steps, row)
             if time.monotonic() - saved > SAVE_SECONDS:
                 _save(stage, optimiser, folder, step, time.monotonic() - began, last)
                 saved = time.monotonic()
     spent = time.monotonic() - began
-    _save(stage, optimiser, folder, step, spent, last)
+    if peers.is_first:
+        _save(stage, optimiser, folder, step, spent, last)
+    peers.wait()
     done = step >= schedule.steps
     return {
         "stage": stage.name,
@@ -158,6 +165,24 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline, seconds_before: flo
         "seconds": round(spent, 1),
         **last,
     }
+
+
+def _optimiser(stage: Stage) -> MuonAdamW:
+    schedule = stage.schedule
+    return MuonAdamW(
+        stage.shadow.model,
+        muon_lr=schedule.muon_lr,
+        adam_lr=schedule.adam_lr,
+        weight_decay=schedule.weight_decay,
+        clip=schedule.clip,
+    )
+
+
+def _is_over(stage: Stage, step: int, deadline: Deadline, device: torch.device) -> bool:
+    # processes must stop at one step; asking each other waits for the device, so they ask where they wait anyway
+    if stage.peers.size == 1:
+        return deadline.is_over
+    return step % stage.schedule.log_every == 0 and stage.peers.any(deadline.is_over, device)
 
 
 class Curve:
@@ -189,7 +214,7 @@ def _resume(stage: Stage, optimiser: MuonAdamW, folder: Path) -> tuple[int, floa
             f"{folder} to start over"
         )
     with torch.no_grad():
-        for name, tensor in stage.model.state_dict().items():
+        for name, tensor in stage.shadow.model.state_dict().items():
             tensor.copy_(state["model"][name])
     optimiser.load_state_dict(state["optimiser"])
     return state["step"], state["seconds"], state["last"]
@@ -198,7 +223,7 @@ def _resume(stage: Stage, optimiser: MuonAdamW, folder: Path) -> tuple[int, floa
 def _save(stage: Stage, optimiser: MuonAdamW, folder: Path, step: int, seconds: float, last: dict) -> None:
     state = {
         "digest": sha256_json(stage.digest_fields),
-        "model": stage.model.state_dict(),
+        "model": stage.shadow.model.state_dict(),
         "optimiser": optimiser.state_dict(),
         "step": step,
         "seconds": seconds,
@@ -209,10 +234,10 @@ def _save(stage: Stage, optimiser: MuonAdamW, folder: Path, step: int, seconds: 
     partial.replace(folder / "state.pt")
 
 
-def _floats(name: str, step: int, terms: dict[str, Tensor]) -> dict[str, float]:
-    values = {key: float(term) for key, term in terms.items()}
+def _floats(stage: Stage, step: int, terms: dict[str, Tensor]) -> dict[str, float]:
+    values = {key: float(stage.peers.sum(term)) for key, term in terms.items()}
     if not values["loss"] == values["loss"]:
-        raise ValueError(f"{name}: the loss is not a number at step {step}; lower muon_lr and adam_lr")
+        raise ValueError(f"{stage.name}: the loss is not a number at step {step}; lower muon_lr and adam_lr")
     return values
 
 

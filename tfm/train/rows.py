@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tfm.train.peers import ALONE, Peers
 from tfm.train.text import TokenisedText
 
 
@@ -32,13 +33,19 @@ class Rows:
     def total_tokens(self) -> int:
         return sum(int(bucket.lengths.sum()) for bucket in self.buckets)
 
-    def batch(self, step: int, tokens: int, anchors: int = 0) -> dict[str, Tensor]:
-        """Return tokens [R, L], lengths [R], starts [R] and, if asked for, anchor positions [R, anchors]."""
+    def batch(self, step: int, tokens: int, anchors: int = 0, peers: Peers = ALONE) -> dict[str, Tensor]:
+        """Return tokens [R, L], lengths [R], starts [R] and, if asked for, anchor positions [R, anchors].
+
+        Of several processes each gets every size-th row. Raises ValueError when there are fewer rows than processes.
+        """
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         bucket = self.buckets[int(torch.multinomial(self.shares, 1, generator=generator))]
         rows = max(1, tokens // bucket.tokens.shape[1])
+        if rows < peers.size:
+            raise ValueError(f"tokens_per_step: {tokens} makes {rows} rows for {peers.size} processes; raise it")
         picked = torch.randint(len(bucket.lengths), (rows,), generator=generator).to(bucket.tokens.device)
-        return self._take(bucket, picked, anchors, generator)
+        batch = self._take(bucket, picked, anchors, generator)
+        return batch if peers.size == 1 else {name: x[peers.rank :: peers.size] for name, x in batch.items()}
 
     def fixed_batches(self, tokens: int, count: int, anchors: int = 0) -> Iterable[dict[str, Tensor]]:
         """Yield up to `count` batches a bucket of its first rows, the same on every call: for validation."""

@@ -3,7 +3,7 @@
     python -m tfm.train.run --config workflows/config/train_nano.yaml --data DIR --out OUT --device cuda --minutes 9
 
 The last line of stdout is a JSON object: {"done": [stages], "remaining": [stages], "reports": [...]}. Call again with
-the same --out until nothing remains.
+the same --out until nothing remains. On a host with several GPUs: torchrun --nproc-per-node N -m tfm.train.run ...
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from tfm.train import corpus, drafter, export, sample, target, weaver
 from tfm.train.layout import Layout, add_arguments, prepare_device, with_steps, without_graphs
 from tfm.train.loop import Deadline
+from tfm.train.peers import ALONE, Peers
 from tfm.train.settings import STAGES, TrainSettings, load_settings
 
 RUNS = {
@@ -22,20 +23,29 @@ RUNS = {
     "sample": sample.run,
     "drafter": drafter.run,
     "weaver": weaver.run,
-    "export": lambda settings, layout, *, device, deadline: export.run(settings, layout),
+    "export": lambda settings, layout, *, device, deadline, peers: export.run(settings, layout, peers=peers),
 }
 
 
-def run_stages(settings: TrainSettings, layout: Layout, stages: list[str], *, device: str, deadline: Deadline) -> dict:
+def run_stages(
+    settings: TrainSettings,
+    layout: Layout,
+    stages: list[str],
+    *,
+    device: str,
+    deadline: Deadline,
+    peers: Peers = ALONE,
+) -> dict:
     """Run the stages in order until one cannot finish before the deadline; finished ones only report."""
     reports = []
     for stage in stages:
-        if deadline.is_over:
+        if peers.any(deadline.is_over, device):
             break
         began = time.monotonic()
-        report = RUNS[stage](settings, layout, device=device, deadline=deadline)
+        report = RUNS[stage](settings, layout, device=device, deadline=deadline, peers=peers)
         reports.append(report | {"call_seconds": round(time.monotonic() - began, 1)})
-        print(json.dumps(reports[-1]), file=sys.stderr, flush=True)
+        if peers.is_first:
+            print(json.dumps(reports[-1]), file=sys.stderr, flush=True)
         if not report["done"]:
             break
     done = [report["stage"] for report in reports if report["done"]]
@@ -59,9 +69,11 @@ def main() -> None:
         settings = with_steps(settings, stage, getattr(options, f"{stage}_steps"))
     if options.no_graphs:
         settings = without_graphs(settings)
-    prepare_device(options.device)
-    layout = Layout(options.out, options.data)
-    print(json.dumps(run_stages(settings, layout, stages, device=options.device, deadline=Deadline(options.minutes))))
+    peers = prepare_device(options.device)
+    layout, deadline = Layout(options.out, options.data), Deadline(options.minutes)
+    report = run_stages(settings, layout, stages, device=options.device, deadline=deadline, peers=peers)
+    if peers.is_first:
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

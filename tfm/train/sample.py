@@ -16,6 +16,7 @@ from tfm.target import Target
 from tfm.tokenizer import load_tokenizer
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline
+from tfm.train.peers import ALONE, Peers
 from tfm.train.rows import Rows, fill_buckets, hash_of, is_held_out
 from tfm.train.settings import TrainSettings
 from tfm.train.target import load_frozen
@@ -65,8 +66,11 @@ class Samples:
             return Samples(**{name: arrays[name] for name in ("tokens", "offsets", "starts", "held_out")})
 
 
-def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline) -> dict:
-    """Sample part after part until all are there or the deadline; then join them. Returns what is done."""
+def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline, peers: Peers = ALONE) -> dict:
+    """Sample part after part until all are there or the deadline; then join them. Returns what is done.
+
+    Of several processes each samples every size-th part.
+    """
     folder = layout.stage("sample")
     folder.mkdir(parents=True, exist_ok=True)
     plan = settings.sample
@@ -80,17 +84,24 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
     for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
         if deadline.is_over:
             break
-        if not path.is_file():
+        if number % peers.size == peers.rank and not path.is_file():
             generator = torch.Generator(device=device).manual_seed(settings.seed * 1_000_003 + number)
             answers = sample_answers(
                 target, [tokens for tokens, _ in part], eos=eos, cap=plan.max_new_tokens, generator=generator
             )
             rows = zip(part, answers, strict=True)
             Samples.join([(np.concatenate([p, a]), len(p), held) for (p, held), a in rows]).save(path)
+    peers.wait()
     made = [path for path in paths if path.is_file()]
     report = {"stage": "sample", "step": len(made), "steps": len(parts), "done": len(made) == len(parts)}
-    if not report["done"]:
-        return report
+    if report["done"] and peers.is_first:
+        report |= join_parts(made, target, settings, layout, device)
+    peers.wait()
+    return report
+
+
+def join_parts(made: list[Path], target: Target, settings: TrainSettings, layout: Layout, device: str) -> dict:
+    """Write samples.npz and facts.json from the parts; return the facts."""
     rows = [row for path in made for row in Samples.load(path).rows()]
     joined = Samples.join(rows)
     joined.save(layout.samples)
@@ -101,8 +112,8 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
         "held_out": int(joined.held_out.sum()),
         "entropy_nats": answer_entropy(target, split_samples(joined, settings, device)[1]),
     }
-    write_json(folder / "facts.json", facts)
-    return report | facts
+    write_json(layout.stage("sample") / "facts.json", facts)
+    return facts
 
 
 def choose_prompts(text: TokenisedText, settings: TrainSettings) -> list[tuple[np.ndarray, bool]]:

@@ -5,11 +5,15 @@ from pathlib import Path
 
 import yaml
 
+from tfm.checkpoints import STORAGES
 from tfm.drafter import DrafterConfig
 from tfm.target import TargetConfig
+from tfm.train.gdn import FORMS
+from tfm.train.precision import PRECISIONS
 from tfm.train.tokenizer import VOCAB_SIZE
 from tfm.weaver import WeaverConfig
 
+NAMED = {"storage": tuple(STORAGES), "precision": PRECISIONS, "gdn": tuple(FORMS)}  # keys with a list of values
 STAGES = ("tokenizer", "target", "sample", "drafter", "weaver", "export")
 
 
@@ -80,6 +84,9 @@ class TrainSettings:
     weaver: Schedule
     weaver_loss: LossSettings
     max_bytes: int | None = None  # limit of the exported files together
+    storage: str = "bfloat16"  # of the exported weights: bfloat16, or int8 rows with scales
+    precision: str = "float32"  # what training computes in; the weights it updates are float32
+    gdn: str = "solve"  # form of the gated delta rule over whole sequences, see tfm/train/gdn.py
 
     def digest_fields(self, stage: str) -> dict:
         """Return what a stage's weights depend on, without the step count: it may grow while a run goes on."""
@@ -91,7 +98,7 @@ class TrainSettings:
         values = {name: asdict(getattr(self, name)) for name in (*names, "text")}
         for volatile in ("steps", "decay_fraction", "graphs", "log_every", "validate_every"):
             values[stage].pop(volatile)
-        return {"family": self.family, "seed": self.seed, **values}
+        return {"family": self.family, "seed": self.seed, "precision": self.precision, **values}
 
 
 def load_settings(path: Path | str, *, conversations: int | None = None) -> TrainSettings:
@@ -100,7 +107,7 @@ def load_settings(path: Path | str, *, conversations: int | None = None) -> Trai
     Raises ValueError naming key, value and what is allowed."""
     raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     known = {"family", "seed", "text", "target", "sample", "drafter", "weaver", "max_bytes", "train_data"}
-    _refuse_unknown("", raw, known)
+    _refuse_unknown("", raw, known | set(NAMED))
     parts = {}
     for stage in ("target", "drafter", "weaver"):
         section = raw.get(stage, {})
@@ -123,11 +130,15 @@ def load_settings(path: Path | str, *, conversations: int | None = None) -> Trai
             weaver=parts["weaver"],
             weaver_loss=_build("weaver.loss", LossSettings, raw["weaver"].get("loss", {})),
             max_bytes=raw.get("max_bytes"),
+            **{key: raw[key] for key in NAMED if key in raw},
         )
     )
 
 
 def _check(settings: TrainSettings) -> TrainSettings:
+    for key, allowed in NAMED.items():
+        if getattr(settings, key) not in allowed:
+            raise ValueError(f"{key}: {getattr(settings, key)!r} is not allowed (allowed: {', '.join(allowed)})")
     if not 1.0 <= settings.sharpen <= 4.0:
         raise ValueError(
             f"target.sharpen: {settings.sharpen!r} is not allowed (allowed: 1.0 to 4.0); 1.0 changes nothing"

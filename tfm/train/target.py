@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from tfm import checkpoints
 from tfm.target import Target
+from tfm.train.gdn import use_form
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline, Stage, train
 from tfm.train.losses import next_token_loss
+from tfm.train.peers import ALONE, Peers
+from tfm.train.precision import Shadow
 from tfm.train.rows import split_text
 from tfm.train.settings import TrainSettings
 from tfm.train.text import TokenisedText
@@ -18,8 +21,8 @@ from tfm.train.text import TokenisedText
 VALIDATION_BATCHES = 2  # of each bucket
 
 
-def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline) -> dict:
-    """Train, or go on training, and export the bfloat16 target that all later stages use. Returns the loop's report."""
+def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline, peers: Peers = ALONE) -> dict:
+    """Train, or go on training, and export the target that all later stages use. Returns the loop's report."""
     text = TokenisedText.load(layout.corpus)
     kept, held = split_text(
         text,
@@ -30,40 +33,42 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
     )
     target = Target(settings.target_model, tap_layers=settings.drafter_model.target_layer_ids)
     init_target(target, settings.seed)
-    target.to(device)
-    schedule = settings.target
+    use_form(target.to(device), settings.gdn, device)
+    shadow, schedule = Shadow(target, settings.precision), settings.target
 
     def validate() -> dict[str, float]:
         total, count = 0.0, 0
         with torch.no_grad():
             for batch in held.fixed_batches(schedule.tokens_per_step, VALIDATION_BATCHES):
                 tokens = int(batch["lengths"].sum()) - len(batch["lengths"])
-                total += float(target_loss(target, batch)) * tokens
+                total += float(target_loss(shadow.compute, batch)) * tokens
                 count += tokens
         return {"val_loss": total / count}
 
     report = train(
         Stage(
             name="target",
-            model=target,
+            shadow=shadow,
             schedule=schedule,
             digest_fields=settings.digest_fields("target"),
-            batch=lambda step: kept.batch(step, schedule.tokens_per_step),
-            loss=lambda batch: {"loss": target_loss(target, batch)},
+            batch=lambda step: kept.batch(step, schedule.tokens_per_step, peers=peers),
+            loss=lambda batch: {"loss": target_loss(shadow.compute, batch, peers)},
             validate=validate,
+            peers=peers,
         ),
         layout.stage("target"),
         deadline=deadline,
     )
-    if report["done"]:
+    if report["done"] and peers.is_first:
         sharpen(target, settings.sharpen)
-        checkpoints.save_target(target, layout.weights("target"))
+        checkpoints.save_target(target, layout.weights("target"), storage=settings.storage)
+    peers.wait()
     return report | {"parameters": sum(p.numel() for p in target.parameters()), "train_tokens": kept.total_tokens}
 
 
-def target_loss(target: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean next-token cross entropy in nats over all real tokens, prompts included."""
-    return next_token_loss(target(batch["tokens"]).logits, batch["tokens"], batch["lengths"])
+def target_loss(target: nn.Module, batch: dict[str, Tensor], peers: Peers = ALONE) -> Tensor:
+    """Return the mean next-token cross entropy in nats over all real tokens, prompts included (see next_token_loss)."""
+    return next_token_loss(target(batch["tokens"]).logits, batch["tokens"], batch["lengths"], peers)
 
 
 @torch.no_grad()
@@ -100,9 +105,10 @@ def init_target(target: Target, seed: int) -> None:
 
 
 def load_frozen(settings: TrainSettings, layout: Layout, device: str) -> Target:
-    """Return the exported target in float32: later stages see the weights that ship, rounded to bfloat16."""
-    taps = settings.drafter_model.target_layer_ids
-    return checkpoints.load_target(Path(layout.weights("target")), device=device, tap_layers=taps)
+    """Return the exported target in the run's precision: later stages see the weights that ship."""
+    taps, dtype = settings.drafter_model.target_layer_ids, getattr(torch, settings.precision)
+    target = checkpoints.load_target(Path(layout.weights("target")), device=device, dtype=dtype, tap_layers=taps)
+    return use_form(target, settings.gdn, device)
 
 
 if __name__ == "__main__":

@@ -16,33 +16,36 @@ from tfm.train.drafter import VALIDATION_BATCHES, add_marginal_measures
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline, Stage, train
 from tfm.train.losses import LkLoss, leading_matches, lk_loss, row_weights
+from tfm.train.peers import ALONE, Peers
+from tfm.train.precision import Shadow
 from tfm.train.sample import Samples, split_samples
 from tfm.train.settings import LossSettings, TrainSettings
 from tfm.train.target import load_frozen
 from tfm.weaver import Weaver, init_weaver
 
 
-def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline) -> dict:
-    """Train, or go on training, and export the bfloat16 weaver. Returns the loop's report."""
+def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline, peers: Peers = ALONE) -> dict:
+    """Train, or go on training, and export the weaver. Returns the loop's report."""
     samples = Samples.load(layout.require(layout.samples, "sample"))
     kept, held = split_samples(samples, settings, device)
     target = load_frozen(settings, layout, device)
-    drafter = checkpoints.load_drafter(layout.require(layout.weights("drafter"), "drafter"), device=device)
+    dtype = getattr(torch, settings.precision)
+    drafter = checkpoints.load_drafter(layout.require(layout.weights("drafter"), "drafter"), device=device, dtype=dtype)
     weaver = Weaver(settings.weaver_model)
     init_weaver(weaver, settings.seed)
-    weaver.to(device)
+    shadow = Shadow(weaver.to(device), settings.precision)
     schedule, loss_settings = settings.weaver, settings.weaver_loss
 
     def loss(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         blocks = compute_blocks(target, drafter, batch, train_drafter=False)
-        terms, _, _ = weaver_loss(weaver, target, blocks, loss_settings)
+        terms, _, _ = weaver_loss(shadow.compute, target, blocks, loss_settings, peers)
         return {"loss": terms.loss, "alpha": terms.alpha, "kl": terms.kl, "kl_weight": terms.kl_weight}
 
     def validate() -> dict[str, float]:
         means = RowMeans()
         for batch in held.fixed_batches(schedule.tokens_per_step, VALIDATION_BATCHES, loss_settings.anchors):
             blocks = compute_blocks(target, drafter, batch, train_drafter=False)
-            add_measures(means, weaver, target, blocks, loss_settings)
+            add_measures(means, shadow.compute, target, blocks, loss_settings)
         return means.means()
 
     inputs = {
@@ -53,23 +56,25 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
     report = train(
         Stage(
             name="weaver",
-            model=weaver,
+            shadow=shadow,
             schedule=schedule,
             digest_fields=settings.digest_fields("weaver") | inputs,
-            batch=lambda step: kept.batch(step, schedule.tokens_per_step, loss_settings.anchors),
+            batch=lambda step: kept.batch(step, schedule.tokens_per_step, loss_settings.anchors, peers),
             loss=loss,
             validate=validate,
+            peers=peers,
         ),
         layout.stage("weaver"),
         deadline=deadline,
     )
-    if report["done"]:
-        checkpoints.save_weaver(weaver, layout.weights("weaver"))
+    if report["done"] and peers.is_first:
+        checkpoints.save_weaver(weaver, layout.weights("weaver"), storage=settings.storage)
+    peers.wait()
     return report | {"parameters": sum(p.numel() for p in weaver.parameters())}
 
 
 def weaver_loss(
-    weaver: Weaver, target: Target, blocks: Blocks, settings: LossSettings
+    weaver: Weaver, target: Target, blocks: Blocks, settings: LossSettings, peers: Peers = ALONE
 ) -> tuple[LkLoss, Tensor, Tensor]:
     """Return (LK loss, candidates [R, A, D, K], weaver log-probs over them [R, A, D, K])."""
     count = min(weaver.config.candidate_pool_size, blocks.draft_logits.shape[-1])
@@ -86,6 +91,7 @@ def weaver_loss(
         row_weights(blocks.valid, settings.gamma),
         kl_scale=settings.kl_scale,
         kl_decay=settings.kl_decay,
+        peers=peers,
     )
     return terms, candidates, log_probs
 
