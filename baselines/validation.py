@@ -44,12 +44,13 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         real = {**config.pop("real", {}), **(given or {})}
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
-    defaults = {"data": None, "width": None, "dartree_width": None, "depth": None, "title": config["suite"]}
+    defaults = dict.fromkeys(("data", "width", "dartree_width", "depth", "swa_causal"))
+    defaults |= {"title": config["suite"], "checkpoints": {}, "servers": {}, "fixed": []}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job
     config |= {key: os.path.normpath(config[key]) for key in ("data", "weights") if config[key]}
     config.pop("real", None)
-    _raise_if(_meaning_problems(config))
+    _raise_if([*_meaning_problems(config), *_fixed_problems(config, given or {})])
     first = {"dataset": config["datasets"][0], "temperature": max(config["temperatures"])}
     config["side"] = {key: first[key] if value is None else value for key, value in config["side"].items()}
     return config
@@ -96,6 +97,18 @@ def _meaning_problems(config: dict) -> list[str]:
     return problems
 
 
+def _fixed_problems(config: dict, given: dict) -> list[str]:
+    """Return the keys that the command line changes although the suite's name stands for their values."""
+    changed = sorted(set(given) & set(config["fixed"]))
+    if not changed or "suite" in given or config["data"]:  # data=DIR gives the suite another name
+        return []
+    return [
+        f"{key}: {given[key]!r} is not allowed in suite {config['suite']} (allowed: the value of its file, which that "
+        "name stands for); add suite=NAME, a name of your own for the changed protocol"
+        for key in changed
+    ]
+
+
 def _limit_problems(config: dict) -> list[str]:
     """Return what exceeds the context, the target's sizes or the candidates; weights that are not here refuse nothing.
 
@@ -103,8 +116,8 @@ def _limit_problems(config: dict) -> list[str]:
     """
     problems = []
 
-    def at_most(key: str, value: int, limit: int | None, why: str) -> None:
-        if limit is not None and value > limit:
+    def at_most(key: str, value: int | None, limit: int | None, why: str) -> None:
+        if limit is not None and value is not None and value > limit:
             problems.append(f"{key}: {value} is not allowed (allowed: 1 to {limit}, {why}); lower {key}")
 
     path = Path(config["weights"]) / "target/config.json"
@@ -137,6 +150,11 @@ def _dataset_problems(config: dict) -> list[str]:
         problems.append(refusal("datasets", name, list(known[source]), remedy))
     if source == "local" and config["data"] is None:
         problems.append("data: null is not allowed with source local; give the folder of the sets, --config data=DIR")
+    elif config["data"] is not None and source != "local":
+        problems.append(
+            f"data: {config['data']!r} is not allowed with source {source} (allowed: null); leave data out, or set "
+            "source to local with sets of that source"
+        )
     elif config["data"] is not None and not Path(config["data"]).is_dir():
         problems.append(f"data: {config['data']!r} is not a folder; give the folder that holds the sets' .jsonl files")
     elif source == "local":

@@ -242,6 +242,20 @@ def nest(state):
             state[name.replace("blocks.0.", "module.blocks.0.inner.")] = state.pop(name)
 
 
+def test_a_folder_with_one_released_file_is_a_weaver_and_one_with_two_is_refused(tmp_path):
+    checkpoints.save_weaver_pth(make_weaver(), tmp_path / "first.pth", dtype=torch.bfloat16)
+    assert_same_weights(make_weaver(), checkpoints.load_weaver(tmp_path))
+    checkpoints.save_weaver_pth(make_weaver(), tmp_path / "second.pth")
+    with pytest.raises(ValueError, match=r"holds first\.pth, second\.pth; leave one weaver in the folder"):
+        checkpoints.load_weaver(tmp_path)
+
+
+def test_the_caller_decides_whether_sliding_layers_are_causal(tmp_path):
+    checkpoints.save_drafter(Drafter(DRAFTER), tmp_path)
+    for flag, expected in ((None, True), (False, False), (True, True)):
+        assert checkpoints.load_drafter(tmp_path, swa_causal=flag).config.swa_causal is expected
+
+
 @pytest.mark.parametrize("change", [fuse, nest], ids=["fused_qkv", "nested_block"])
 def test_weaver_is_matched_by_suffix_and_shape(tmp_path, change):
     write_pth(tmp_path / "weaver.pth", change)

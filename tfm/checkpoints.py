@@ -11,7 +11,7 @@ import re
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,21 +84,28 @@ def load_target(directory: Path | str, *, device="cpu", dtype: torch.dtype = tor
     return _fill(lambda: Target(config, tap_layers=tuple(tap_layers)), renamed, directory, device, dtype)
 
 
-def load_drafter(directory: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32) -> Drafter:
-    """Return the drafter of a DFlash directory; tensor names may carry a `model.` prefix."""
+def load_drafter(
+    directory: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32, swa_causal: bool | None = None
+) -> Drafter:
+    """Return the drafter of a DFlash directory; tensor names may carry a `model.` prefix.
+
+    `swa_causal` replaces what config.json says of sliding layers (public ports disagree); None keeps it.
+    """
     directory = Path(directory)
     config = _parse(DrafterConfig.from_dict, _read_config(directory), directory / CONFIG)
+    if swa_causal is not None:
+        config = replace(config, swa_causal=swa_causal).check()
     renamed = _renamed(_read(directory), lambda name: name.removeprefix("model."), directory)
     return _fill(lambda: Drafter(config), renamed, directory, device, dtype)
 
 
 def load_weaver(path: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32) -> Weaver:
-    """Return the weaver of a released .pth file or of a safetensors directory.
+    """Return the weaver of a released .pth file, of a folder with one such file, or of a safetensors directory.
 
     Names inside a block are matched by suffix and shape; q, k and v may be fused. Raises ValueError with both lists
     of names when a match is missing or ambiguous.
     """
-    path = Path(path)
+    path = _single_pth(Path(path))
     raw, stored = (_read_config(path), _read(path)) if path.is_dir() else _read_pth(path)
     config = _parse(WeaverConfig.from_dict, raw, path / CONFIG if path.is_dir() else path)
     with torch.device("meta"):
@@ -303,6 +310,16 @@ def _open_file(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except SafetensorError as error:
         raise ValueError(f"{path}: damaged safetensors file ({error}); download it again") from error
+
+
+def _single_pth(path: Path) -> Path:
+    found = sorted(path.glob("*.pth"))
+    if not found:
+        return path
+    if len(found) > 1 or any(path.glob("*.safetensors")):
+        names = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix in (".pth", ".safetensors")))
+        raise ValueError(f"{path}: holds {names}; leave one weaver in the folder")
+    return found[0]
 
 
 def _read_pth(path: Path) -> tuple[dict, StoredTensors]:

@@ -1,6 +1,7 @@
 """What produced a result: digests of code and data, and the facts of the machine that are fit to publish."""
 
 import ast
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -15,6 +16,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # import name -> folder; imports that leave these are the environment's business
 PACKAGES = {"tfm_kernels": "kernels", "tfm": "tfm", "baselines": "baselines"}
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".json")
+LARGE = 1 << 26  # bytes; a larger file is hashed once, not at every call of Snakemake and in every cell
+HASHED = ".sha256"  # what large files of a folder hashed to, beside them
 
 
 def sha256_file(path: Path) -> str:
@@ -31,7 +34,25 @@ def sha256_json(value) -> str:
 def sha256_weights(folder: Path) -> str | None:
     """Return one digest over the tensors and JSON files of a checkpoint folder (cards left out); None when absent."""
     files = weight_files(folder)
-    return sha256_json({path.relative_to(folder).as_posix(): sha256_file(path) for path in files}) if files else None
+    return sha256_json({path.relative_to(folder).as_posix(): sha256_once(path) for path in files}) if files else None
+
+
+def sha256_once(path: Path) -> str:
+    """Return a file's SHA-256, a large one's from the note beside it while size, inode and times are those noted."""
+    facts = path.stat()
+    if facts.st_size < LARGE:
+        return sha256_file(path)
+    state = [facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns]
+    note = path.parent / HASHED
+    try:
+        noted = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        noted = {}
+    if noted.get(path.name, {}).get("state") != state:
+        noted[path.name] = {"state": state, "sha256": sha256_file(path)}
+        with contextlib.suppress(OSError):  # a folder that cannot be written to is hashed each time
+            write_atomic(note, json.dumps(noted).encode())
+    return noted[path.name]["sha256"]
 
 
 def weight_files(folder: Path) -> list[Path]:

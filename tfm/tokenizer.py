@@ -152,6 +152,30 @@ def check_same_vocabulary(name: str, first: TextTokenizer, other_name: str, othe
     )
 
 
+def check_folder_tokenizers(folders: dict[str, Path | str]) -> None:
+    """Raise ValueError, naming both folders, when a part comes with another vocabulary than the target's.
+
+    `folders` maps parts to checkpoint folders, target among them; a part without a tokenizer.json uses the target's.
+    """
+    target = load_tokenizer(folders["target"])
+    for part, folder in folders.items():
+        if part != "target" and (Path(folder) / "tokenizer.json").is_file():
+            check_same_vocabulary(str(folders["target"]), target, str(folder), load_tokenizer(folder))
+
+
+def end_tokens(folder: Path | str, tokenizer: TextTokenizer) -> tuple[int, ...]:
+    """Return the ids that end an answer: <|im_end|>, then those of the model's generation_config.json, as servers do.
+
+    Raises ValueError when that file holds something else than ids.
+    """
+    path = Path(folder) / "generation_config.json"
+    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"{path}: eos_token_id {found!r} is not allowed (allowed: an id or a list of ids)")
+    return tuple(dict.fromkeys([tokenizer.eos_id, *ids]))
+
+
 def answer_opening(*, reasoning: bool) -> list[str]:
     """Return what follows `<|im_start|>assistant\\n` (paper.md 2.2): an empty think block, or an opened one."""
     return [THINK_START, "\n"] if reasoning else [THINK_START, "\n\n", THINK_END, "\n\n"]

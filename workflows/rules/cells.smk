@@ -1,11 +1,28 @@
 # From prompt sets to the records of every cell.
 
 
+rule check_weights:
+    input:
+        script="workflows/scripts/check_weights.py",
+        weights=pinned_weights,
+    output:
+        "<results>/weights.json",
+    log:
+        "<results>/logs/check_weights.log",
+    params:
+        weights=shlex.quote(config["weights"]),
+        checkpoints=json.dumps(config["checkpoints"], sort_keys=True),
+    shell:
+        "python {input.script} --weights {params.weights} --checkpoints {params.checkpoints:q} --out {output}"
+        " > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+
+
 rule prepare_prompts:
     input:
         source=dataset_file,
         pins=ancient("workflows/config/datasets.yaml"),
         tokenizer=ancient(tokenizer_file),
+        weights=ancient(weights_check),
     output:
         prompts="<results>/prompts/{target}/{dataset}{think}.jsonl",
         manifest="<results>/prompts/{target}/{dataset}{think}.manifest.json",
@@ -17,14 +34,14 @@ rule prepare_prompts:
         source=config["source"],
         data=f"--data {shlex.quote(config['data'])}" if config["data"] else "",
         tokenizer_sha256=DIGESTS["target"],
-        limit=config["prompts"],
+        limit=f"--limit {config['prompts']}" if config["prompts"] else "",
         tokens=config["max_new_tokens"],
         context=config["context"],
         protocol=config["protocol"],
         think=think_flag,
     shell:
         "python workflows/scripts/prepare_prompts.py --dataset {wildcards.dataset} --source {params.source} {params.data}"
-        " --pins {input.pins} --tokenizer {params.target} --target {wildcards.target} --limit {params.limit}"
+        " --pins {input.pins} --tokenizer {params.target} --target {wildcards.target} {params.limit}"
         " --max-new-tokens {params.tokens} --context {params.context} --protocol {params.protocol} {params.think}"
         " --out {output.prompts} --manifest {output.manifest} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"
@@ -34,6 +51,7 @@ rule decode_cell:
     input:
         prompts=cell_prompts,
         weights=ancient(cell_weights),
+        check=ancient(weights_check),
     output:
         requests=ensure("<results>/cells/<cell>/requests.parquet", non_empty=True),
         steps=ensure("<results>/cells/<cell>/steps.parquet", non_empty=True),

@@ -108,6 +108,20 @@ def cell_weights(wildcards):
     return [file for folder in folders for file in weight_files(Path(folder))]
 
 
+def weights_check(wildcards):
+    """Return the record of the weights' check where the suite pins them; it comes before everything that reads them."""
+    return f"results/{config['suite']}/weights.json" if config["checkpoints"] else []
+
+
+def pinned_weights(wildcards):
+    """Return the files of the pinned parts; a missing part is named by the check itself."""
+    return [
+        file
+        for part in config["checkpoints"]
+        for file in weight_files(Path(config["weights"]) / part)
+    ]
+
+
 def refusal(wildcards):
     """Say why a cell's path names no cell of the suite."""
     parts = wildcards.path.split("/")

@@ -21,7 +21,7 @@ from tfm.clock import Clock
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode
 from tfm.prompts import read_prepared
-from tfm.tokenizer import load_tokenizer
+from tfm.tokenizer import check_folder_tokenizers, end_tokens, load_tokenizer
 
 DESCRIPTION = """
 Reads the resolved cell (JSON), its prompt file and the weights that the cell names. Writes requests.parquet,
@@ -122,9 +122,9 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
 
 
 def decode_config(cell: dict, tokenizer) -> DecodeConfig:
-    """Return the cell's settings with the tokenizer's end of turn as the EOS, when the cell names none."""
+    """Return the cell's settings with the tokenizer's and the model's ends of turn as EOS, when the cell names none."""
     fields = {**cell["decode"], "stop": tuple(cell["decode"]["stop"])}
-    fields["eos_tokens"] = tuple(cell["decode"]["eos_tokens"]) or (tokenizer.eos_id,)
+    fields["eos_tokens"] = tuple(cell["decode"]["eos_tokens"]) or end_tokens(cell["weights"]["target"], tokenizer)
     return check(DecodeConfig(**fields))
 
 
@@ -133,7 +133,8 @@ def load_models(cell: dict, where: torch.device) -> Models:
     dtype, weights = getattr(torch, cell["dtype"]), cell["weights"]
     drafter = weaver = None
     if "drafter" in weights:
-        drafter = checkpoints.load_drafter(weights["drafter"], device=where, dtype=dtype)
+        swa_causal = cell.get("swa_causal")  # absent where the suite leaves it to the drafter's config.json
+        drafter = checkpoints.load_drafter(weights["drafter"], device=where, dtype=dtype, swa_causal=swa_causal)
     if "weaver" in weights:
         weaver = checkpoints.load_weaver(weights["weaver"], device=where, dtype=dtype)
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
@@ -164,6 +165,7 @@ def check_weights(cell: dict) -> None:
                 f"weights.{part}: {folder} has sha256 {found}, the cell was resolved with {expected}; "
                 "restore the folder, or resolve the cell again by calling snakemake"
             )
+    check_folder_tokenizers(cell["weights"])
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
