@@ -1,6 +1,16 @@
+import os
+
+from snakemake.exceptions import WorkflowError
 from snakemake.utils import min_version
 
 min_version("9.27")
+
+
+if not os.path.samefile(workflow.basedir, os.getcwd()):
+    raise WorkflowError(
+        f"directory: {os.getcwd()} is not the repository, and all paths are relative to it;"
+        f" call snakemake there, or add -d {workflow.basedir}"
+    )
 
 
 # a suite stands alone: --configfile replaces nano instead of being merged over it
@@ -42,3 +52,4 @@ rule all:
         "<results>/summary.json",
         "<results>/manifest.json",
         "<results>/report.html",
+        lost_files(),

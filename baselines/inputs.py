@@ -18,12 +18,29 @@ def pins() -> dict:
     return load_pins(PINS_FILE)
 
 
+def read_object(path: Path) -> dict:
+    """Return the object of a JSON file; raises ValueError naming the file when it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        problem = None if isinstance(content, dict) else f"holds a {type(content).__name__}, expected an object"
+    except ValueError as error:  # cut short, or not UTF-8
+        problem = f"is damaged ({error})"
+    if problem:
+        raise ValueError(f"weights: {path} {problem}; restore the file (git checkout, or download it again)")
+    return content
+
+
+def checkpoint_config(config: dict, part: str) -> dict:
+    """Return a part's config.json, an empty one when it is not here."""
+    path = Path(config["weights"]) / part / "config.json"
+    return read_object(path) if path.exists() else {}
+
+
 def draft_rows(config: dict) -> int | None:
     """Return how many positions the drafter drafts, None when its config.json is not here."""
-    path = Path(config["weights"]) / "drafter/config.json"
-    if not path.exists():
+    fields = checkpoint_config(config, "drafter")
+    if not fields:
         return None
-    fields = json.loads(path.read_text())
     block_size = (fields.get("dflash_config") or {}).get("block_size") or fields.get("block_size")
     if not block_size:
         from tfm.drafter import DrafterConfig  # needs torch, whose import takes seconds

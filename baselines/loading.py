@@ -8,11 +8,16 @@ from tfm import checkpoints
 from tfm.decode import Models
 
 
-def load_models(weights: dict[str, Path | str], *, device: torch.device, dtype: torch.dtype) -> Models:
-    """Return the models of the given parts (target, drafter, weaver -> folder); a part that is not given is None."""
+def load_models(
+    weights: dict[str, Path | str], *, device: torch.device, dtype: torch.dtype, swa_causal: bool | None = None
+) -> Models:
+    """Return the models of the given parts (target, drafter, weaver -> folder); a part that is not given is None.
+
+    `swa_causal` overrides the drafter's config.json, None leaves it to that.
+    """
     drafter = weaver = None
     if "drafter" in weights:
-        drafter = checkpoints.load_drafter(weights["drafter"], device=device, dtype=dtype)
+        drafter = checkpoints.load_drafter(weights["drafter"], device=device, dtype=dtype, swa_causal=swa_causal)
     if "weaver" in weights:
         weaver = checkpoints.load_weaver(weights["weaver"], device=device, dtype=dtype)
     taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()

@@ -1,7 +1,6 @@
 """A suite's config, typed and checked before anything runs: every problem at once, each with key, value and remedy."""
 
 import contextlib
-import json
 import math
 import os
 from pathlib import Path
@@ -9,7 +8,8 @@ from pathlib import Path
 import jsonschema
 import yaml
 
-from baselines.inputs import WORKFLOWS, draft_rows, pins
+from baselines import parts
+from baselines.inputs import WORKFLOWS, checkpoint_config, draft_rows, pins
 from baselines.methods import METHODS, SWEEPS
 from baselines.names import setting_name
 from baselines.refusals import did_you_mean, refusal, shown
@@ -77,7 +77,7 @@ def _meaning_problems(config: dict) -> list[str]:
             problems.append(
                 refusal(f"side.{key}", value, config[inside], f"choose one of the suite's {inside}, or null")
             )
-    problems += [*_dataset_problems(config), *_limit_problems(config)]
+    problems += [*_dataset_problems(config), *_limit_problems(config), *parts.problems(config)]
     for figure in (name for name in config["figures"] if FIGURE_TABLES[name] not in config["tables"]):
         needed = FIGURE_TABLES[figure]
         remedy = f"it is drawn from table {needed}: add {needed} to tables, or leave the figure out"
@@ -120,8 +120,7 @@ def _limit_problems(config: dict) -> list[str]:
         if limit is not None and value is not None and value > limit:
             problems.append(f"{key}: {value} is not allowed (allowed: 1 to {limit}, {why}); lower {key}")
 
-    path = Path(config["weights"]) / "target/config.json"
-    fields = json.loads(path.read_text()) if path.exists() else {}
+    fields = checkpoint_config(config, "target")
     sizes = fields.get("text_config") or fields
     at_most("context", config["context"], sizes.get("max_position_embeddings"), "the positions that the target holds")
     at_most("max_new_tokens", config["max_new_tokens"], config["context"] - 1, "context less one prompt token")

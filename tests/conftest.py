@@ -17,7 +17,7 @@ settings.load_profile("suite")
 
 # a GPU machine may have torch but no Snakemake; what drives Snakemake is then not collected
 if importlib.util.find_spec("snakemake") is None:
-    collect_ignore = ["test_suite.py", "test_workflow.py"]
+    collect_ignore = ["test_faults.py", "test_suite.py", "test_workflow.py"]
 
 
 def pytest_collection_modifyitems(items):
@@ -47,3 +47,21 @@ def nan_filled_empty():
     yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(tmp_path_factory):
+    """A random family of the nano architecture on disk."""
+    from workflow_runs import write_tiny_family
+
+    return write_tiny_family(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, tiny_weights):
+    """A checkout in which a small slice of the nano suite ran with one core, from prompts to the report page."""
+    from workflow_runs import SLICE, checkout, snakemake
+
+    folder = checkout(tmp_path_factory.mktemp("checkout"), tiny_weights)
+    snakemake(folder, config=SLICE)
+    return folder

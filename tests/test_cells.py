@@ -6,7 +6,7 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from tfm import manifest
+from tfm import cells, manifest, side_file
 from tfm.cells import KINDS, CellWriter, load_cells
 from tfm.trace import RequestTrace, StepTrace, TreeNode
 
@@ -94,14 +94,24 @@ def test_a_torn_last_line_is_dropped(tmp_path, cut):
         assert list(writer.done) == ["a", "b"]
 
 
-def test_a_line_with_a_wrong_checksum_and_all_after_it_are_dropped(tmp_path):
+@pytest.mark.parametrize("bit", range(8))
+def test_a_line_with_a_flipped_bit_is_done_again_and_no_other(tmp_path, bit):
     with CellWriter(tmp_path, digest="d") as writer:
         for index, name in enumerate("abc"):
             writer.add(trace(name, index))
     side = tmp_path / "done.jsonl"
-    side.write_bytes(side.read_bytes().replace(b'"id":"b"', b'"id":"x"'))
+    lines = side.read_bytes().split(b"\n")
+    middle = len(lines[2]) * (bit + 1) // 9  # eight places: the checksum, keys, values
+    damaged = lines[2][:middle] + bytes([lines[2][middle] ^ 1 << bit]) + lines[2][middle + 1 :]
+    side.write_bytes(b"\n".join([*lines[:2], damaged, *lines[3:]]))
     with CellWriter(tmp_path, digest="d") as writer:
-        assert list(writer.done) == ["a"]
+        # a bit can turn a character into a line end, which makes two bad lines of one
+        assert list(writer.done) == ["a", "c"] and writer.side.damaged in (1, 2)
+        writer.add(trace("b", 1))
+    with CellWriter(tmp_path, digest="d") as writer:
+        assert sorted(writer.done) == ["a", "b", "c"] and writer.done["b"] == trace("b", 1)
+        writer.finish(list("abc"), FACTS)
+    assert load_cells([tmp_path]).requests["id"].tolist() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"not json\n", b'{"sha256":"0","record":{}}\n', b'{"sha2'])
@@ -155,12 +165,103 @@ def test_damaged_records_are_refused_with_file_and_rerun_command(tmp_path, kind,
     assert f"snakemake --cores all --force {tmp_path.as_posix()}/requests.parquet" in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"cell": {}}'])
+@pytest.mark.parametrize("field", ["budget", "source_digest", "rows", "device", "manifest_sha256"])
+def test_a_changed_value_in_cell_json_is_refused(tmp_path, field):
+    finished(tmp_path)
+    path = tmp_path / "cell.json"
+    text = path.read_text()
+    changed = re.sub(rf'("{field}": )("?)', r"\g<1>\g<2>1", text, count=1)
+    changed = changed if field != "device" else text.replace('"toy"', '"toi"', 1)
+    assert changed != text and json.loads(changed)
+    path.write_text(changed)
+    with pytest.raises(ValueError, match="cell.json was altered.*make it again: snakemake"):
+        load_cells([tmp_path])
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"cell": {}}', "[]", "null", '"cell"'])
 def test_a_damaged_cell_json_is_refused(tmp_path, content):
     finished(tmp_path)
     (tmp_path / "cell.json").write_text(content)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / "cell.json")) + ".*make it again: snakemake"):
         load_cells([tmp_path])
+
+
+def test_cell_json_is_written_last_and_an_old_one_is_gone_before_its_records_change(tmp_path, monkeypatch):
+    """A kill between any two writes leaves no cell.json: what it certifies is there, whole, or it is not there."""
+    finished(tmp_path)
+    events = []
+    real_atomic, real_json = cells.write_atomic, cells.write_json
+    seen = lambda: (tmp_path / "cell.json").exists()  # noqa: E731
+    monkeypatch.setattr(
+        cells, "write_atomic", lambda path, data: (events.append((path.name, seen())), real_atomic(path, data))
+    )
+    monkeypatch.setattr(
+        cells, "write_json", lambda path, value: (events.append((path.name, seen())), real_json(path, value))
+    )
+    finished(tmp_path)
+    names = ["requests.parquet", "steps.parquet", "trees.parquet", "cell.json"]
+    assert events == [(name, False) for name in names]
+
+
+def test_no_write_of_a_final_leaves_half_a_file(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest.os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        manifest.write_atomic(tmp_path / "cell.json", b"{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_whole_cell_is_taken_back_and_written_again_byte_for_byte(tmp_path):
+    """Snakemake killed between a cell's last write and its own note of it: the job runs again, but decodes nothing."""
+    bare = trace("b", 1)
+    bare.trees.clear()
+    bare.steps[0].stage_us = bare.prefill_us = bare.decode_us = None
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+        writer.add(bare)
+        writer.finish(["a", "b"], FACTS)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert cells.reopen(tmp_path) and cells.reopen(tmp_path)
+    for name in before:
+        (tmp_path / name).unlink()  # as Snakemake does
+    with CellWriter(tmp_path, digest="d") as writer:
+        # step times are stored as float32
+        assert list(writer.done) == ["a", "b"] and writer.done["b"] == bare
+        writer.finish(["a", "b"], writer.facts)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_cell_that_is_not_whole_is_not_taken_back(tmp_path):
+    finished(tmp_path)
+    (tmp_path / "steps.parquet").write_bytes(b"")
+    assert not cells.reopen(tmp_path) and not (tmp_path / "done.jsonl").exists()
+    assert not cells.is_whole(tmp_path)
+
+
+def test_a_cell_is_done_only_with_the_digest_of_now(tmp_path):
+    finished(tmp_path)
+    assert cells.is_whole(tmp_path) and cells.is_whole(tmp_path, digest="d")
+    assert not cells.is_whole(tmp_path, digest="e") and not cells.is_whole(tmp_path / "none")
+
+
+def test_a_file_that_its_holder_removed_before_our_lock_is_not_written(tmp_path, monkeypatch):
+    """Another process opens the side file, we finish and remove it, then its lock succeeds on a file without a name."""
+    first = CellWriter(tmp_path, digest="d")
+    real = side_file.fcntl.flock
+
+    def finish_then_lock(descriptor, kind):
+        monkeypatch.setattr(side_file.fcntl, "flock", real)
+        first.add(trace("a"))
+        first.finish(["a"], FACTS)
+        first.__exit__()
+        real(descriptor, kind)
+
+    monkeypatch.setattr(side_file.fcntl, "flock", finish_then_lock)
+    with CellWriter(tmp_path, digest="d") as second:
+        second.add(trace("b"))
+        assert side_file.count_records(tmp_path / "done.jsonl") == 1
 
 
 def test_missing_cells_are_listed_with_how_far_they_are(tmp_path):

@@ -1,7 +1,6 @@
 """The DAG: job counts, single cells, and a slice of the nano suite from prompts to report."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,32 +10,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
-from workflow_runs import NANO, ROOT, checkout, jobs, snakemake, write_tiny_family
+from workflow_runs import EVERY_METHOD, NANO, ROOT, SLICE, SMALL, checkout, environment_of, jobs, snakemake
 
 from baselines import suite
 from baselines.commands import resume
 from baselines.methods import METHODS
+from tfm.cells import sealed
+from tfm.manifest import write_json
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
-SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
-EVERY_METHOD = "methods=ar,dflash,ddtree,dartree,tfm"
-NO_SWEEPS = [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths")]
-SLICE = [*SMALL, *NO_SWEEPS, EVERY_METHOD, "budget=8", "width=2", "dartree_width=3", "residuals=false"]
-SLICE += ["budgets=4", "audit=legacy_traversal"]
 CELL = "results/nano/cells/torch/nano/sample-math"
-
-
-@pytest.fixture(scope="session")
-def tiny_weights(tmp_path_factory) -> Path:
-    return write_tiny_family(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory, tiny_weights) -> Path:
-    """A checkout in which a small slice of the nano suite ran with one core, from prompts to the report page."""
-    folder = checkout(tmp_path_factory.mktemp("checkout"), tiny_weights)
-    snakemake(folder, config=SLICE)
-    return folder
 
 
 def test_a_dry_run_counts_its_jobs(tmp_path, tiny_weights):
@@ -63,7 +46,6 @@ def test_a_dry_run_lists_the_cells_of_a_method_that_is_asked_for():
     assert {cell for cell in cells if cell.startswith("dartree")} == {
         *(f"dartree-b64-w12/{setting}/seed0" for setting in ("t0", "t1")),
         *(f"dartree-b{budget}-w12/t1/seed0" for budget in NANO["budgets"]),
-        *(f"dartree-b64-w{width}/t1/seed0" for width in NANO["widths"]),
         *(f"dartree-b64-w12-d{depth}/t1/seed0" for depth in NANO["depths"]),
         "dartree-b64-w12-stages/t1/seed0",
     }
@@ -224,7 +206,7 @@ def test_tables_refuse_mixed_source_digests_and_name_missing_cells(finished, tmp
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder, symlinks=True)
     facts = folder / CELL / "tfm-b8-w2/t0/seed0/cell.json"
-    facts.write_text(json.dumps({**json.loads(facts.read_text()), "source_digest": "0" * 64}))
+    write_json(facts, sealed({**json.loads(facts.read_text()), "source_digest": "0" * 64}))
     done = tables(folder)
     assert done.returncode == 2 and "source_digest of tfm" in done.stderr
     assert tables(folder, "--allow-mixed").returncode == 0
@@ -238,7 +220,7 @@ def test_tables_refuse_mixed_source_digests_and_name_missing_cells(finished, tmp
 
 def tables(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     call = [sys.executable, "workflows/scripts/make_tables.py", "--plan", "results/nano/plan.json", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = environment_of(folder)
     return subprocess.run([*call, "--out", "results/nano"], cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -250,7 +232,7 @@ def test_published_records_rebuild_their_tables(finished, tmp_path):
     assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 5 * 2**20
     (folder / "tfm/weights/nano").unlink()  # tables need no weights
     call = [sys.executable, "workflows/scripts/make_tables.py", "--plan", out / "plan.json", "--records", out]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = environment_of(folder)
     subprocess.run([*call, "--out", tmp_path / "again"], cwd=folder, env=environment, check=True, capture_output=True)
     for path in sorted((out / "tables").glob("*.csv")):
         assert path.read_bytes() == (tmp_path / "again/tables" / path.name).read_bytes(), path.name
@@ -263,7 +245,7 @@ def test_cells_of_uncommitted_code_are_not_published(finished, tmp_path):
     shutil.copytree(finished / CELL / "ar/t0/seed0", cell)
     facts = json.loads((cell / "cell.json").read_text())
     facts["environment"]["git"]["dirty"] = True
-    (cell / "cell.json").write_text(json.dumps(facts))
+    write_json(cell / "cell.json", sealed(facts))
     with pytest.raises(ValueError, match="1 of 1 cells were made by uncommitted code"):
         pack([cell], tmp_path)
     (tmp_path / "cells.json").write_text("{")
@@ -311,7 +293,7 @@ def test_a_killed_cell_resumes_and_equals_an_undisturbed_one(finished, tmp_path)
     code = "import decode_cell, sys; from tfm.cells import CellWriter; real = CellWriter.add\n"
     code += "def add(self, trace):\n    real(self, trace)\n    raise SystemExit(9)\n"
     code += "CellWriter.add = add if sys.argv.pop() == 'kill' else real\nsys.exit(decode_cell.main())"
-    environment = {**os.environ, "PYTHONPATH": f"{finished}:{finished}/workflows/scripts"}
+    environment = environment_of(finished, finished / "workflows/scripts")
     call = [sys.executable, "-c", code, "--cell", json.dumps(resolved), "--prompts", prompts, "--out", out]
     call += ["--log", tmp_path / "log"]
     killed = subprocess.run([*call, "kill"], cwd=finished, env=environment, capture_output=True, text=True)
@@ -337,7 +319,7 @@ def test_run_cells_needs_no_snakemake_and_gives_the_same_records(finished, tmp_p
     (tmp_path / "list").write_text(json.dumps(cell) + "\n")
     shutil.copytree(finished / "results/nano/prompts", tmp_path / "out/results/nano/prompts")
     call = [sys.executable, "workflows/scripts/run_cells.py", "--list", tmp_path / "list", "--out", tmp_path / "out"]
-    environment = {**os.environ, "PYTHONPATH": ""}
+    environment = environment_of()  # nothing of the checkout
     done = subprocess.run(
         [*call, "--commit", "abc"], cwd=finished, env=environment, check=True, capture_output=True, text=True
     )

@@ -18,6 +18,12 @@ from tfm.weaver import Weaver, WeaverConfig, init_weaver
 ROOT = Path(__file__).resolve().parent.parent
 NANO = yaml.safe_load((ROOT / "workflows/config/nano.yaml").read_text())
 TOKENIZER = ROOT / "tfm/weights/nano/target/tokenizer.json"
+# a slice of suite nano that runs in a minute
+SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
+EVERY_METHOD = "methods=ar,dflash,ddtree,dartree,tfm"
+NO_SWEEPS = [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths")]
+SLICE = [*SMALL, *NO_SWEEPS, EVERY_METHOD, "budget=8", "width=2", "dartree_width=3", "residuals=false"]
+SLICE += ["budgets=4", "audit=legacy_traversal"]
 
 
 def checkout(folder: Path, weights: Path) -> Path:
@@ -31,11 +37,16 @@ def checkout(folder: Path, weights: Path) -> Path:
     return folder
 
 
+def environment_of(*folders: Path) -> dict[str, str]:
+    """This process's environment with the packages of `folders` first, and one thread."""
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
 def snakemake(folder: Path, *arguments: str, config=(), expect: int | None = 0) -> str:
     """Run Snakemake in a folder; return everything it printed."""
     call = [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *(["--config", *config] if config else [])]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(call, cwd=folder, env=environment_of(folder), capture_output=True, text=True, timeout=300)
     text = done.stdout + done.stderr
     assert expect is None or done.returncode == expect, text[-4000:]
     return text

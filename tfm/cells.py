@@ -1,20 +1,22 @@
 """The records of a cell on disk: written so that a kill loses nothing, read so that damage is never averaged."""
 
-import fcntl
 import hashlib
 import io
 import json
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tfm.manifest import sha256_file, write_atomic, write_json
+from tfm import side_file
+from tfm.manifest import sha256_file, sha256_json, write_atomic, write_json
+from tfm.side_file import SideFile, sync_folder
 from tfm.trace import STAGES, SUBSTAGES, RequestTrace, StepTrace, TreeNode
 
 KINDS = ("requests", "steps", "trees")
+MANIFEST, SEAL = "cell.json", "manifest_sha256"
+STEP_FIELDS = tuple(field.name for field in fields(StepTrace))
 STAGE_COLUMNS = tuple(f"{name}_us" for name in (*STAGES, *SUBSTAGES))
 SCHEMAS = {
     "requests": pa.schema(
@@ -63,34 +65,35 @@ SCHEMAS = {
 
 
 class CellWriter:
-    """Collects the finished requests of one cell in `done.jsonl`, then writes the final files.
+    """Collects the finished requests of one cell in its side file, then writes the final files.
 
-    The side file starts with the cell's digest; a file of another digest, and a torn last line, are dropped. It is
-    locked for the writer's life, so a second process on the same cell stops with BlockingIOError. Use as a context
-    manager; leaving it without `finish` keeps the side file for the next try.
+    `done` holds the requests that a killed run had finished, `facts` what the cell.json of a run that `reopen` took
+    back said of it. Use as a context manager: once the finals are in place, leaving it removes the side file; leaving
+    it before keeps the side file for the next try. Raises BlockingIOError when another process runs the cell.
     """
 
     def __init__(self, folder: Path, *, digest: str):
         self.folder, self.digest = Path(folder), digest
-        self.side_file = self.folder / "done.jsonl"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = _open_locked(self.side_file)
-        self.done: dict[str, RequestTrace] = {}
-        self._resume()
+        self.side = SideFile(self.folder / side_file.NAME, digest=digest)
+        self.facts = next((record["facts"] for record in self.side.records if "facts" in record), None)
+        traces = [trace_from_json(record) for record in self.side.records if "facts" not in record]
+        self.done = {trace.id: trace for trace in traces}
+        self._finished = False
 
     def __enter__(self) -> "CellWriter":
         return self
 
     def __exit__(self, *_) -> None:
-        self._file.close()
+        self.side.close(drop=self._finished)
 
     def add(self, trace: RequestTrace) -> None:
         """Record one finished request; it is on disk when this returns."""
-        self._append(asdict(trace))
+        self.side.append(asdict(trace))
         self.done[trace.id] = trace
 
     def finish(self, order: list[str], manifest: dict) -> dict:
-        """Write the three parquet files in prompt order, then cell.json, then drop the side file; return cell.json.
+        """Write the three parquet files in prompt order, then cell.json, which certifies them; return cell.json.
 
         Raises ValueError when a prompt of `order` has no record: a cell is whole or it is not there.
         """
@@ -100,41 +103,43 @@ class CellWriter:
                 f"{self.folder}: {len(missing)} of {len(order)} prompts have no record, first {missing[0]!r}"
             )
         tables = to_tables([self.done[name] for name in order])
+        # an older one would certify neither the new files nor, once they are replaced, its own
+        (self.folder / MANIFEST).unlink(missing_ok=True)
         files = {}
         for kind in KINDS:
             path, data = self.folder / f"{kind}.parquet", _parquet_bytes(tables[kind])
             write_atomic(path, data)
             files[path.name] = {"sha256": hashlib.sha256(data).hexdigest(), "rows": tables[kind].num_rows}
-        manifest = {**manifest, "cell_digest": self.digest, "files": files}
-        write_json(self.folder / "cell.json", manifest)
-        _sync_folder(self.folder)
-        self.side_file.unlink()
+        sync_folder(self.folder)
+        manifest = sealed({**manifest, "cell_digest": self.digest, "files": files})
+        write_json(self.folder / MANIFEST, manifest)
+        sync_folder(self.folder)
+        self._finished = True
         return manifest
 
-    def _resume(self) -> None:
-        lines = self._file.read().split(b"\n")
-        header, *records = (_checked(line) for line in lines[:-1]) if len(lines) > 1 else (None,)
-        if header is None or header.get("cell_digest") != self.digest:
-            self._file.seek(0)
-            self._file.truncate()
-            self._append({"cell_digest": self.digest})
-            return
-        kept = len(lines[0]) + 1
-        for line, record in zip(lines[1:], records, strict=False):
-            if record is None:
-                break
-            trace = trace_from_json(record)
-            self.done[trace.id] = trace
-            kept += len(line) + 1
-        self._file.seek(kept)
-        self._file.truncate()
 
-    def _append(self, record: dict) -> None:
-        body = json.dumps(record, separators=(",", ":"))
-        digest = hashlib.sha256(body.encode()).hexdigest()
-        self._file.write(f'{{"sha256":"{digest}","record":{body}}}\n'.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+def reopen(folder: Path) -> bool:
+    """Turn a whole cell back into its side file, so that the job's next run takes its records over; False if it is not
+    whole.
+
+    Snakemake runs a job again, and removes its outputs first, when it was killed between the cell's last write and its
+    own note of it. The cell.json travels along, so that the next run writes the same one.
+    """
+    folder = Path(folder)
+    try:
+        manifest = read_cell(folder)
+        tables = {kind: _read_checked(folder, kind, manifest) for kind in KINDS}
+    except ValueError:
+        return False
+    facts = {key: value for key, value in manifest.items() if key not in ("files", "cell_digest", SEAL)}
+    side = SideFile(folder / side_file.NAME, digest=manifest["cell_digest"])
+    try:
+        for record in [*map(asdict, to_traces(tables)), {"facts": facts}]:
+            if record not in side.records:
+                side.append(record)
+    finally:
+        side.close()
+    return True
 
 
 @dataclass
@@ -156,19 +161,55 @@ def load_cells(folders: list[Path], *, allow_missing: bool = False) -> Records:
     """
     cells, tables, missing = [], {kind: [] for kind in KINDS}, {}
     for folder in map(Path, folders):
-        manifest_path = folder / "cell.json"
-        if allow_missing and not manifest_path.exists():
-            unfinished = folder / "done.jsonl"
-            lines = unfinished.read_bytes().count(b"\n") if unfinished.exists() else 0
-            missing[str(folder)] = f"incomplete, {lines - 1} requests done" if lines else "not run"
+        if allow_missing and not (folder / MANIFEST).exists():
+            unfinished = folder / side_file.NAME
+            done = f"incomplete, {side_file.count_records(unfinished)} requests done"
+            missing[str(folder)] = done if unfinished.exists() else "not run"
             continue
-        manifest = _read_manifest(manifest_path)
+        manifest = read_cell(folder)
         for kind in KINDS:
             tables[kind].append(
                 _read_checked(folder, kind, manifest).append_column("cell", _column(manifest, kind, len(cells)))
             )
         cells.append({**manifest, "path": folder.as_posix()})
     return join_records(cells, {kind: _concat(tables[kind], kind) for kind in KINDS}, missing=missing)
+
+
+def read_cell(folder: Path) -> dict:
+    """Return a cell.json; raises ValueError with the rerun command when it is missing, cut or altered."""
+    path = Path(folder) / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        lacking = sorted({"cell", "files", "source_digest", "cell_digest", SEAL} - set(manifest))
+        if not lacking and is_sealed(manifest):
+            return manifest
+        problem = f"lacks {', '.join(lacking)}" if lacking else f"was altered: its content is not that of its {SEAL}"
+    except FileNotFoundError:
+        problem = "is missing"
+    except (ValueError, TypeError):
+        problem = "is not whole JSON"
+    raise ValueError(f"{path} {problem}; make it again: {rerun_command(path.parent)}")
+
+
+def is_whole(folder: Path, *, digest: str | None = None) -> bool:
+    """Return whether a cell's four files are there and undamaged; with `digest`, also of that cell_digest."""
+    try:
+        manifest = read_cell(folder)
+        for kind in KINDS:
+            _check(folder, kind, manifest)
+    except ValueError:
+        return False
+    return digest is None or manifest["cell_digest"] == digest
+
+
+def sealed(manifest: dict) -> dict:
+    """Return a cell.json with the digest of all its other fields, so that a changed number in it shows."""
+    return {**manifest, SEAL: _seal(manifest)}
+
+
+def is_sealed(manifest: dict) -> bool:
+    """Return whether a cell.json says what it said when it was written; its `path` is no part of that."""
+    return manifest.get(SEAL) == _seal(manifest)
 
 
 def join_records(cells: list[dict], tables: dict[str, pa.Table], *, missing: dict[str, str] | None = None) -> Records:
@@ -213,6 +254,24 @@ def to_tables(traces: list[RequestTrace]) -> dict[str, pa.Table]:
     return {kind: pa.Table.from_pylist(rows[kind], schema=SCHEMAS[kind]) for kind in KINDS}
 
 
+def to_traces(tables: dict[str, pa.Table]) -> list[RequestTrace]:
+    """Return the requests that `to_tables` made the tables of one cell from, in row order."""
+    rows = tables["requests"].to_pylist()
+    steps, trees = ({row["request"]: [] for row in rows} for _ in range(2))
+    for row in tables["steps"].to_pylist():
+        times = {name: row[f"{name}_us"] for name in (*STAGES, *SUBSTAGES) if row[f"{name}_us"] is not None}
+        steps[row["request"]].append({**{name: row.get(name) for name in STEP_FIELDS}, "stage_us": times or None})
+    for row in tables["trees"].to_pylist():
+        trees[row.pop("request")].append(row)
+    names = [field.name for field in fields(RequestTrace) if field.name not in ("steps", "trees")]
+    return [
+        trace_from_json(
+            {name: row[name] for name in names} | {"steps": steps[row["request"]], "trees": trees[row["request"]]}
+        )
+        for row in rows
+    ]
+
+
 def trace_from_json(record: dict) -> RequestTrace:
     """Return the request that `CellWriter.add` wrote."""
     steps = [StepTrace(**step) for step in record["steps"]]
@@ -242,40 +301,16 @@ def _request_row(request: int, trace: RequestTrace) -> dict:
     }
 
 
-def _open_locked(path: Path):
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise BlockingIOError(f"{path}: another process is running this cell; wait for it, or end it") from None
-    return file
-
-
-def _checked(line: bytes) -> dict | None:
-    try:
-        value = json.loads(line)
-        body = json.dumps(value["record"], separators=(",", ":"))
-        return value["record"] if hashlib.sha256(body.encode()).hexdigest() == value["sha256"] else None
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _read_manifest(path: Path) -> dict:
-    try:
-        manifest = json.loads(path.read_bytes())
-        if {"cell", "files", "source_digest", "cell_digest"} <= set(manifest):
-            return manifest
-        problem = "has no cell, files or digests"
-    except FileNotFoundError:
-        problem = "is missing"
-    except ValueError:
-        problem = "is not whole JSON"
-    raise ValueError(f"{path} {problem}; make it again: {rerun_command(path.parent)}")
+def _seal(manifest: dict) -> str:
+    return sha256_json({key: value for key, value in manifest.items() if key not in (SEAL, "path")})
 
 
 def _read_checked(folder: Path, kind: str, manifest: dict) -> pa.Table:
-    path = folder / f"{kind}.parquet"
+    return pq.read_table(_check(folder, kind, manifest), schema=SCHEMAS[kind])
+
+
+def _check(folder: Path, kind: str, manifest: dict) -> Path:
+    path = Path(folder) / f"{kind}.parquet"
     expected = manifest["files"][path.name]["sha256"]
     found = sha256_file(path) if path.exists() else "no file"
     if found != expected:
@@ -283,7 +318,7 @@ def _read_checked(folder: Path, kind: str, manifest: dict) -> pa.Table:
             f"{path} is damaged: sha256 {found[:12]}, cell.json says {expected[:12]}; "
             f"make it again: {rerun_command(folder)}"
         )
-    return pq.read_table(path, schema=SCHEMAS[kind])
+    return path
 
 
 def _column(manifest: dict, kind: str, number: int) -> pa.Array:
@@ -300,11 +335,3 @@ def _parquet_bytes(table: pa.Table) -> bytes:
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd")
     return sink.getvalue()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,15 +2,19 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
 import sys
-import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from tfm.manifest import cpu_name
+
+# not $TMPDIR, which differs between users and batch jobs: a card has one lock on a machine
+LOCKS = Path("/tmp")
 
 
 def make_deterministic(*, threads: int) -> None:
@@ -34,13 +38,12 @@ def check_device(name: str) -> torch.device:
 def claim(device: torch.device) -> Iterator[torch.device]:
     """Hold one card for the block, by a lock on its UUID that other checkouts and users see; a CPU needs none.
 
-    Takes the first free card. Waits for the first one when all are held.
+    Takes the first free card; waits for one when all are held.
     """
     if device.type == "cpu":
         yield device
         return
-    with contextlib.ExitStack() as stack:
-        index = _lock_a_card(stack)
+    with lock_first_free(_card_locks()) as index:
         torch.cuda.set_device(index)
         yield torch.device("cuda", index)
 
@@ -60,15 +63,40 @@ def facts(device: torch.device) -> dict:
     }
 
 
-def _lock_a_card(stack: contextlib.ExitStack) -> int:
-    files = []
-    for index in range(torch.cuda.device_count()):
-        path = Path(tempfile.gettempdir()) / f"tfm-gpu-{torch.cuda.get_device_properties(index).uuid}.lock"
-        # the file stays: unlinking it would let two processes lock two inodes of one name
-        files.append(stack.enter_context(os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")))
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return index
-    print("all cards are held by other runs; waiting for the first one", file=sys.stderr, flush=True)
-    fcntl.flock(files[0], fcntl.LOCK_EX)
-    return 0
+@contextlib.contextmanager
+def lock_first_free(paths: list[Path], *, every: float = 0.5) -> Iterator[int]:
+    """Hold a lock on the first of `paths` that nobody holds and yield its index; wait while all are held.
+
+    The kernel releases it when the process ends, however it ends. The files stay: unlinking one would let two
+    processes lock two inodes of one name.
+    """
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(os.fdopen(_open_shared(path))) for path in paths]
+        for attempt in itertools.count():
+            index = next((index for index, file in enumerate(files) if _is_locked_by_us(file)), None)
+            if index is not None:
+                break
+            if attempt == 0:
+                print("all cards are held by other runs; waiting for one", file=sys.stderr, flush=True)
+            time.sleep(every)
+        yield index
+
+
+def _is_locked_by_us(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _card_locks() -> list[Path]:
+    cards = range(torch.cuda.device_count())
+    return [LOCKS / f"tfm-gpu-{torch.cuda.get_device_properties(index).uuid}.lock" for index in cards]
+
+
+def _open_shared(path: Path) -> int:
+    # for reading: another user's file in a sticky folder can be neither written nor opened with O_CREAT
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, os.O_RDONLY)
+    return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -11,10 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 REPOSITORY = Path(__file__).resolve().parent.parent
 # import name -> folder; imports that leave these are the environment's business
 PACKAGES = {"tfm_kernels": "kernels", "tfm": "tfm", "baselines": "baselines"}
+SCRIPTS = "workflows/scripts"
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".json")
 LARGE = 1 << 26  # bytes; a larger file is hashed once, not at every call of Snakemake and in every cell
 HASHED = ".sha256"  # what large files of a folder hashed to, beside them
@@ -69,20 +71,49 @@ def source_digest(method_module: str, root: Path = REPOSITORY) -> str:
     return modules_digest(["tfm.decode", method_module.partition(":")[0]], root)
 
 
-def modules_digest(modules: list[str], root: Path = REPOSITORY) -> str:
-    """Return the digest of some modules and everything that they import inside this project, as in source_digest."""
+def modules_digest(modules: list[str], root: Path = REPOSITORY, *, without: tuple[str, ...] = ()) -> str:
+    """Return the digest of some modules and everything that they import inside this project, as in source_digest.
+
+    Modules of `without` are left out, though what they import is not.
+    """
     digests = {}
-    for module in import_closure(modules, root):
+    for module in (name for name in import_closure(modules, root) if name not in without):
         path = module_path(module, root)
-        digests[path.relative_to(root).as_posix()] = hashlib.sha256(_canonical(_parse(path)).encode()).hexdigest()
+        digests[path.relative_to(root).as_posix()] = _source_sha256(path)
         for source in sorted((path.parent / "csrc").glob("*")) if path.name == "__init__.py" else ():
             digests[source.relative_to(root).as_posix()] = sha256_file(source)
     return sha256_json(digests)
 
 
+def script_digest(name: str, root: Path = REPOSITORY) -> str:
+    """Return the digest of a script of workflows/scripts, the scripts beside it and the modules that they import."""
+    pending, scripts, modules = [name], {}, set()
+    while pending:
+        path = root / SCRIPTS / f"{pending.pop()}.py"
+        if path.name in scripts:
+            continue
+        scripts[path.name] = _source_sha256(path)
+        for imported in _imported_names(_parse(path), package=""):
+            if (path.parent / f"{imported}.py").is_file():
+                pending.append(imported)
+            elif module_path(imported, root) is not None:
+                modules.add(imported)
+    return sha256_json([scripts, modules_digest(sorted(modules), root)])
+
+
+@functools.cache
+def loader_digest(root: Path = REPOSITORY) -> str:
+    """Return the digest of the code that makes the loop's arguments from a cell: script, checkpoint reader, tokenizer.
+
+    It counts for staleness only. This module is left out: it writes down what was run and decides no token.
+    """
+    modules = modules_digest(["baselines.loading", "tfm.tokenizer"], root, without=("tfm.manifest",))
+    return sha256_json([modules, _source_sha256(root / SCRIPTS / "decode_cell.py")])
+
+
 def cell_digest(cell: dict, *, source: str, prompts_sha256: str) -> str:
     """Return the digest that decides whether a finished cell is stale: code, resolved cell, weights and prompts."""
-    return sha256_json({"source": source, "cell": cell, "prompts": prompts_sha256})
+    return sha256_json({"source": source, "loader": loader_digest(), "cell": cell, "prompts": prompts_sha256})
 
 
 def import_closure(modules: list[str], root: Path = REPOSITORY) -> list[str]:
@@ -110,9 +141,14 @@ def import_closure(modules: list[str], root: Path = REPOSITORY) -> list[str]:
 
 def imported_names(module: str, root: Path = REPOSITORY) -> list[str]:
     """Return the dotted names a module imports, `from a import b` giving both a and a.b."""
-    path, names = module_path(module, root), []
+    path = module_path(module, root)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(_parse(path)):
+    return _imported_names(_parse(path), package=package)
+
+
+def _imported_names(tree: ast.Module, *, package: str) -> list[str]:
+    names = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -209,6 +245,10 @@ def _version(package: str) -> str | None:
 
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def _source_sha256(path: Path) -> str:
+    return hashlib.sha256(_canonical(_parse(path)).encode()).hexdigest()
 
 
 def _canonical(node) -> str:

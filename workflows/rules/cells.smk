@@ -29,7 +29,8 @@ rule prepare_prompts:
     log:
         "<results>/prompts/{target}/{dataset}{think}.log",
     params:
-        code=prompts_code(),
+        code=script_code("prepare_prompts"),
+        pin=dataset_pin,
         target=shlex.quote(f"{config['weights']}/target"),
         source=config["source"],
         data=f"--data {shlex.quote(config['data'])}" if config["data"] else "",

@@ -14,7 +14,7 @@ from baselines import suite
 from baselines.methods import METHODS
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
-from tfm.manifest import modules_digest, source_digest, weight_files
+from tfm.manifest import loader_digest, script_digest, source_digest, weight_files
 from tfm.pins import unpinned
 
 # rules say "python", so that a printed command works by itself; here it is the one that runs Snakemake
@@ -23,6 +23,8 @@ shell.prefix(
     f" PYTHONPATH={shlex.quote(str(workflow.basedir))}:$PYTHONPATH; "
 )
 PYTHON = "python"
+CELL_FILES = ("requests.parquet", "steps.parquet", "trees.parquet", "cell.json")
+TABLE_FORMS, FIGURE_FORMS = ("csv", "md", "tex"), ("pdf", "svg", "png", "txt")
 
 
 def checked(function, *arguments, **named):
@@ -79,15 +81,13 @@ def digest_of(method):
     return source_digest(METHODS[method].factory)
 
 
-@functools.cache
-def prompts_code():
-    """Return the digest of the code that prepares prompts: a change of it makes every prompt file stale."""
-    return modules_digest(["tfm.prompts", "tfm.prompt_sources"])
+# of a script and all it imports, comments left out: a change of it redoes what the script made
+script_code = functools.cache(script_digest)
 
 
 def cell_source(wildcards):
-    """Return the digest of the code that decides the cell's tokens: a change of it reruns the cells it made stale."""
-    return digest_of(cell_of(wildcards)["decode"]["method"])
+    """Return the digests of the code that decides the cell's records: a change of it reruns the cells it made stale."""
+    return f"{digest_of(cell_of(wildcards)['decode']['method'])} {loader_digest()}"
 
 
 def cell_threads(wildcards):
@@ -169,17 +169,44 @@ def dataset_file(wildcards):
     return str(Path(config["data"]) / suite.pins()["local"][wildcards.dataset]["file"])
 
 
-def all_of_cells(name):
-    """Return one file of every cell of the suite."""
-    return [f"{cell['path']}/{name}" for cell in CELLS]
+def dataset_pin(wildcards):
+    """Return the pin of a prompt set as JSON: a changed pin makes its prompts again, and those of no other set."""
+    return json.dumps(suite.pins()[config["source"]][wildcards.dataset], sort_keys=True)
 
 
-def prompt_manifests():
-    """Return the manifests of all prompt files that cells read."""
+def all_of_cells(*names):
+    """Return these files of every cell of the suite."""
+    return [f"{cell['path']}/{name}" for cell in CELLS for name in names]
+
+
+def prompt_manifests(*forms):
+    """Return the manifests, or the files of these forms, of all prompt sets that cells read."""
     names = {(cell["dataset"], "-think" if cell["reasoning"] else "") for cell in CELLS}
     head = f"results/{config['suite']}/prompts/{config['family']}"
     return [
-        f"{head}/{dataset}{think}.manifest.json" for dataset, think in sorted(names)
+        f"{head}/{dataset}{think}.{form}"
+        for dataset, think in sorted(names)
+        for form in forms or ["manifest.json"]
+    ]
+
+
+def lost_files():
+    """Return files of a finished suite or cell that are gone: Snakemake makes a file that only others read, or that
+    lies beside the one asked for, again only when it is asked for by name."""
+    head = Path(f"results/{config['suite']}")
+    files = all_of_cells(*CELL_FILES) + prompt_manifests("jsonl", "manifest.json")
+    for names, folder, forms in [
+        (config["tables"], "tables", TABLE_FORMS),
+        (config["figures"], "figures", FIGURE_FORMS),
+    ]:
+        files += [f"{head}/{folder}/{name}.{form}" for name in names for form in forms]
+    files += [f"{head}/plan.json", f"{head}/tables/captions.json"]
+    finished = (head / "report.html").exists()
+    return [
+        file
+        for file in files
+        if not Path(file).exists()
+        and (finished or Path(file).with_name("cell.json").exists())
     ]
 
 

@@ -18,6 +18,7 @@ rule write_plan:
     log:
         "<results>/logs/write_plan.log",
     params:
+        code=script_code("write_plan"),
         config=config_json,
         weights=json.dumps(DIGESTS, sort_keys=True),
     shell:
@@ -27,9 +28,6 @@ rule write_plan:
 rule make_tables:
     input:
         script="workflows/scripts/make_tables.py",
-        library="workflows/scripts/tables.py",
-        metrics="tfm/metrics.py",
-        reader="tfm/cells.py",
         plan="<results>/plan.json",
         cells=all_of_cells("cell.json"),
         prompts=prompt_manifests(),
@@ -37,12 +35,14 @@ rule make_tables:
         tables=collect(
             "<results>/tables/{table}.{form}",
             table=config["tables"],
-            form=["csv", "md", "tex"],
+            form=TABLE_FORMS,
         ),
         captions="<results>/tables/captions.json",
         summary="<results>/summary.json",
     log:
         "<results>/logs/make_tables.log",
+    params:
+        code=script_code("make_tables"),
     shell:
         "python {input.script} --plan {input.plan} --out $(dirname {output.summary}) > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"
@@ -57,11 +57,12 @@ rule make_figures:
         collect(
             "<results>/figures/{figure}.{form}",
             figure=config["figures"],
-            form=["pdf", "svg", "png", "txt"],
+            form=FIGURE_FORMS,
         ),
     log:
         "<results>/logs/make_figures.log",
     params:
+        code=script_code("make_figures"),
         figures=" ".join(config["figures"]),
     shell:
         "python {input.script} --tables $(dirname {input.captions}) --out $(dirname {input.captions})/../figures"
@@ -77,6 +78,8 @@ rule compare_paper:
         "<results>/compare.csv",
     log:
         "<results>/logs/compare_paper.log",
+    params:
+        code=script_code("compare_paper"),
     shell:
         "python {input.script} --expected {input.expected} --summary {input.summary} --out {output} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"
@@ -94,6 +97,8 @@ rule write_manifest:
         "<results>/manifest.json",
     log:
         "<results>/logs/write_manifest.log",
+    params:
+        code=script_code("write_manifest"),
     shell:
         "python {input.script} --plan {input.plan} --out {output} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
 
@@ -101,13 +106,14 @@ rule write_manifest:
 rule make_report:
     input:
         script="workflows/scripts/make_report.py",
-        library="workflows/scripts/make_tables.py",
         manifest="<results>/manifest.json",
         plan="<results>/plan.json",
     output:
         "<results>/report.html",
     log:
         "<results>/logs/make_report.log",
+    params:
+        code=script_code("make_report"),
     shell:
         "python {input.script} --plan {input.plan} --manifest {input.manifest} --out {output} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"

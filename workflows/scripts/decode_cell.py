@@ -3,10 +3,13 @@
 import argparse
 import dataclasses
 import datetime
+import errno
+import functools
 import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,12 +17,13 @@ from pathlib import Path
 import torch
 from progress import Progress, suite_from
 
+from baselines.loading import load_models
 from baselines.methods import METHODS, check, resolve
-from tfm import checkpoints, device, manifest
+from tfm import device, manifest
 from tfm.cells import CellWriter, rerun_command
 from tfm.clock import Clock
 from tfm.config import DecodeConfig
-from tfm.decode import Models, Prompt, decode
+from tfm.decode import Prompt, decode
 from tfm.prompts import read_prepared
 from tfm.tokenizer import check_folder_tokenizers, end_tokens, load_tokenizer
 
@@ -39,20 +43,17 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
     Raises ValueError when the weights or prompts are not those of the cell, before any model is built.
     """
     start = time.time()
-    cell = {key: value for key, value in cell.items() if key not in ("path", "part")}
+    cell = without_place(cell)
     check_kernels()
     check_weights(cell)
     rows = read_prepared(prompts)
-    source, prompts_sha256 = (
-        manifest.source_digest(METHODS[cell["decode"]["method"]].factory),
-        manifest.sha256_file(prompts),
-    )
-    digest = manifest.cell_digest(cell, source=source, prompts_sha256=prompts_sha256)
+    source, prompts_sha256 = source_of(cell), manifest.sha256_file(prompts)
+    digest = digest_of(cell, prompts)
     device.make_deterministic(threads=cell["threads"])
     with CellWriter(out, digest=digest) as writer, device.claim(device.check_device(cell["device"])) as where:
-        resumed = len(writer.done)
-        pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
-        logger.info("%s: %d prompts, %d done before", out, len(rows), resumed)
+        pending, resumed = _pending(rows, writer), len(writer.done)
+        if not pending and writer.facts:
+            return writer.finish([row.id for row in rows], writer.facts)
         tokenizer = load_tokenizer(cell["weights"]["target"])
         config, share = decode_config(cell, tokenizer), None
         if pending:
@@ -67,6 +68,38 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
         return writer.finish([row.id for row in rows], facts)
 
 
+@functools.cache
+def _source_digest(module: str) -> str:
+    return manifest.source_digest(module)
+
+
+def digest_of(cell: dict, prompts: Path) -> str:
+    """Return the cell_digest that a run of the cell with these prompts has now."""
+    source, prompts_sha256 = source_of(cell), manifest.sha256_file(prompts)
+    return manifest.cell_digest(without_place(cell), source=source, prompts_sha256=prompts_sha256)
+
+
+def source_of(cell: dict) -> str:
+    """Return the source digest of the cell's method."""
+    return _source_digest(METHODS[cell["decode"]["method"]].factory)
+
+
+def without_place(cell: dict) -> dict:
+    """Return a cell without the keys that say where it stands in its suite."""
+    return {key: value for key, value in cell.items() if key not in ("path", "part")}
+
+
+def _pending(rows, writer: CellWriter) -> list[Prompt]:
+    """Return the prompts without a record, and log what the side file held."""
+    pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
+    logger.info("%s: %d prompts, %d done before", writer.folder, len(rows), len(writer.done))
+    if writer.side.dropped:
+        logger.warning("%s: of another config, code, weights or prompts; starting over", writer.side.path)
+    if writer.side.damaged:
+        logger.warning("%s: %d damaged lines, decoded again", writer.side.path, writer.side.damaged)
+    return pending
+
+
 def run_facts(cell: dict, config: DecodeConfig, *, start: float, commit: str | None) -> dict:
     """Return what cell.json says of the run itself: resolved cell, code, warm-up and times."""
     environment = manifest.environment()
@@ -75,6 +108,7 @@ def run_facts(cell: dict, config: DecodeConfig, *, start: float, commit: str | N
     end = time.time()
     return {
         "schema": manifest.SCHEMA_VERSION,
+        "loader_digest": manifest.loader_digest(),
         "cell": {**cell, "decode": dataclasses.asdict(config)},
         "environment": environment,
         "warm_up": {"prompts": int(cell["clock"] != "off"), "new_tokens": WARM_UP_TOKENS},
@@ -89,7 +123,11 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
 
     Returns the share of the wall that the process spent on a core: below 1 when other work took the core away.
     """
-    models = load_models(cell, where)
+    dtype, swa_causal = (
+        getattr(torch, cell["dtype"]),
+        cell.get("swa_causal"),
+    )  # absent where the drafter's config decides
+    models = load_models(cell["weights"], device=where, dtype=dtype, swa_causal=swa_causal)
     proposer = resolve(config.method)(config, models)
     clock = Clock(cell["clock"], where)
     if cell["clock"] != "off":
@@ -126,20 +164,6 @@ def decode_config(cell: dict, tokenizer) -> DecodeConfig:
     fields = {**cell["decode"], "stop": tuple(cell["decode"]["stop"])}
     fields["eos_tokens"] = tuple(cell["decode"]["eos_tokens"]) or end_tokens(cell["weights"]["target"], tokenizer)
     return check(DecodeConfig(**fields))
-
-
-def load_models(cell: dict, where: torch.device) -> Models:
-    """Return the models of the parts that the cell names."""
-    dtype, weights = getattr(torch, cell["dtype"]), cell["weights"]
-    drafter = weaver = None
-    if "drafter" in weights:
-        swa_causal = cell.get("swa_causal")  # absent where the suite leaves it to the drafter's config.json
-        drafter = checkpoints.load_drafter(weights["drafter"], device=where, dtype=dtype, swa_causal=swa_causal)
-    if "weaver" in weights:
-        weaver = checkpoints.load_weaver(weights["weaver"], device=where, dtype=dtype)
-    taps = tuple(drafter.config.target_layer_ids) if drafter is not None else ()
-    target = checkpoints.load_target(weights["target"], device=where, dtype=dtype, tap_layers=taps)
-    return Models(target.eval(), drafter and drafter.eval(), weaver and weaver.eval())
 
 
 def check_kernels() -> None:
@@ -183,17 +207,40 @@ def main() -> int:
     options.log.parent.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.captureWarnings(True)
-    text = options.cell
-    cell = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
     try:
+        cell = read_cell_argument(options.cell)
         suite = suite_from(os.environ.get("TFM_PROGRESS"))
         result = run_cell(cell, prompts=options.prompts, out=options.out, commit=options.commit, suite=suite)
     except Exception as error:
         logger.exception("the cell failed")
-        print(f"\ndecode_cell: {options.out}: {type(error).__name__}: {error} (log: {options.log})", file=sys.stderr)
+        print(f"\ndecode_cell: {options.out}: {explain(error, options.out)} (log: {options.log})", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     print(json.dumps({"cell": str(options.out), "prompts": result["prompts"], "seconds": result["seconds"]}))
     return 0
+
+
+def read_cell_argument(text: str) -> dict:
+    """Return the cell of --cell: JSON text, or the file behind an @."""
+    try:
+        cell = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+    except OSError as error:
+        raise ValueError(f"--cell: {text!r} cannot be read ({error.strerror}); give @FILE or JSON text") from error
+    except ValueError as error:
+        raise ValueError(f"--cell: {text[:40]!r} is not JSON ({error}); take one of the suite's plan.json") from error
+    if not isinstance(cell, dict) or "decode" not in cell:
+        raise ValueError(f"--cell: {text[:40]!r} is no resolved cell; take one of the suite's plan.json")
+    return cell
+
+
+def explain(error: Exception, out: Path) -> str:
+    """Return what is printed of a failure; a full disk and a lock get their remedy, which the system does not know."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(out).free // 2**20 if out.exists() else 0
+        return (
+            f"disk full ({error.strerror}; {free} MiB free there): free some space or raise the limit, then call "
+            "`tfm resume`; finished prompts are kept"
+        )
+    return str(error) if isinstance(error, BlockingIOError) else f"{type(error).__name__}: {error}"
 
 
 def _utc(seconds: float) -> str:
@@ -201,4 +248,8 @@ def _utc(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # at once: the side file is gone, and a kill during the interpreter's slow exit would cost the finals as well
+    os._exit(status)

@@ -13,7 +13,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 DESCRIPTION = """
 Reads resolved cells (a plan.json of a suite, or JSON lines) and the prompt files under --out. Writes every cell's
-folder under --out at the path the cell names, skipping those whose cell.json is there. Needs torch, numpy, pandas,
+folder under --out at the path the cell names, skipping those that are there, whole and of this code, config and
+prompts. Needs torch, numpy, pandas,
 pyarrow, safetensors and tokenizers; nothing has to be installed of this project. Last line of stdout: one JSON object.
 """
 
@@ -43,6 +44,16 @@ def prompts_file(cell: dict, out: Path) -> Path:
     return out / f"results/{cell['suite']}/prompts/{cell['target']}/{cell['dataset']}{think}.jsonl"
 
 
+def is_done(cell: dict, out: Path) -> bool:
+    """Return whether the cell's records are there, whole, and those that a run would make now."""
+    from decode_cell import digest_of
+
+    from tfm.cells import is_whole
+
+    prompts = prompts_file(cell, out)
+    return prompts.exists() and is_whole(out / cell["path"], digest=digest_of(cell, prompts))
+
+
 def run(options: argparse.Namespace) -> dict:
     """Run the cells in list order; a failed cell is reported and the next one starts. Returns the counts."""
     from decode_cell import run_cell  # after register_kernels
@@ -51,7 +62,7 @@ def run(options: argparse.Namespace) -> dict:
     deadline = time.time() + options.seconds if options.seconds else float("inf")
     for number, cell in enumerate(cells, start=1):
         folder = options.out / cell["path"]
-        if (folder / "cell.json").exists():
+        if is_done(cell, options.out):
             continue
         if time.time() > deadline:
             break
@@ -65,7 +76,7 @@ def run(options: argparse.Namespace) -> dict:
         except Exception as error:  # the other cells are still worth the machine's time; the exit code tells
             logging.exception("cell %d of %d: %s failed", number, len(cells), cell["path"])
             failed[cell["path"]] = f"{type(error).__name__}: {error}"
-    left = sum(not (options.out / cell["path"] / "cell.json").exists() for cell in cells)
+    left = sum(not is_done(cell, options.out) for cell in cells)
     return {"cells": len(cells), "run": len(done), "left": left, "failed": failed}
 
 
