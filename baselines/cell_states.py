@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baselines.methods import METHODS
+from tfm import side_file
+from tfm.cells import read_cell
 from tfm.manifest import cell_digest, sha256_file, source_digest
 
 STATES = ("done", "stale", "incomplete", "running", "failed", "damaged", "missing")
@@ -39,8 +41,8 @@ class Inspector:
         folder = self.folder(cell)
         found = self._prompt_file(cell)
         prompts = found[1] if found else None
-        side = folder / "done.jsonl"
-        finished = count_finished(side)
+        side = folder / side_file.NAME
+        finished = side_file.count_records(side)
         if side.exists() and side.stat().st_ino in self._locked:
             return CellState(cell, folder, "running", done=finished, prompts=prompts)
         if (folder / "cell.json").exists():
@@ -93,7 +95,7 @@ class Inspector:
         reasons += ["prompts"] if prompts != manifest["prompts_sha256"] else []
         keys = changed_keys(expected, recorded)
         reasons += [f"config ({', '.join(keys)})"] if keys else []
-        return reasons or ["config"]
+        return reasons or ["code (of loading)"]
 
     def _source(self, cell: dict) -> str:
         factory = METHODS[cell["decode"]["method"]].factory
@@ -112,18 +114,15 @@ class Inspector:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return a cell.json whose files are whole; raises ValueError that names the damage."""
+    """Return a cell.json whose files are whole; raises ValueError that names the damage, without the folder."""
     try:
-        manifest = json.loads((folder / "cell.json").read_bytes())
-        files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
-        _ = manifest["cell"]["weights_sha256"], manifest["files"]["requests.parquet"]["rows"], manifest["cell_digest"]
-        _ = manifest["source_digest"], manifest["prompts_sha256"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError("cell.json is not whole") from error
-    for name, digest in files.items():
+        manifest = read_cell(folder)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(f"{folder}/").partition("; ")[0]) from error
+    for name, entry in manifest["files"].items():
         if not (folder / name).is_file():
             raise ValueError(f"{name} is gone")
-        if sha256_file(folder / name) != digest:
+        if sha256_file(folder / name) != entry["sha256"]:
             raise ValueError(f"{name} is not the file that cell.json names")
     return manifest
 
@@ -135,11 +134,6 @@ def changed_keys(expected: dict, recorded: dict) -> list[str]:
     ours, theirs = expected["decode"], recorded.get("decode", {})
     # an empty list means the tokenizer's, which the run wrote down
     return keys + [key for key in ours if ours[key] != theirs.get(key) and not (key == "eos_tokens" and not ours[key])]
-
-
-def count_finished(side: Path) -> int:
-    """Return the finished requests in a side file: its whole lines less the first, which is the cell's digest."""
-    return max(side.read_bytes().count(b"\n") - 1, 0) if side.exists() else 0
 
 
 def locked_inodes() -> set[int]:
