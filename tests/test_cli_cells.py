@@ -1,6 +1,7 @@
 """`tfm cells`: every state and its reason, conditions that execute nothing, and requests as JSON lines."""
 
 import fcntl
+import functools
 import json
 import shlex
 import shutil
@@ -25,9 +26,17 @@ SMALL = ["datasets=sample-math", "prompts=2", "seeds=0", "temperatures=0,1", "me
 SMALL += ["widths=[]", "candidate_counts=[]", "children_counts=[]", "depths=[]", "budgets=8", "stages=false"]
 
 
+cached_digest = functools.cache(source_digest)
+
+
+@pytest.fixture(autouse=True)
+def code_is_read_once(monkeypatch):
+    monkeypatch.setattr(cell_states, "source_digest", cached_digest)
+
+
 @pytest.fixture(scope="module")
 def sources():
-    return {name: source_digest(METHODS[name].factory) for name in ("ar", "dflash", "tfm")}
+    return {name: cached_digest(METHODS[name].factory) for name in ("ar", "dflash", "tfm")}
 
 
 @pytest.fixture(scope="module")
