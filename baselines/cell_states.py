@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baselines.methods import METHODS
-from tfm import side_file
-from tfm.cells import read_cell
-from tfm.manifest import cell_digest, sha256_file, source_digest
+from tfm.manifest import cell_digest, is_sealed, loader_digest, sha256_file, source_digest
+from tfm.side_file import count_records
 
 STATES = ("done", "stale", "incomplete", "running", "failed", "damaged", "missing")
 FAILED, STARTED = "the cell failed", " done before"  # what decode.log says
@@ -41,8 +40,8 @@ class Inspector:
         folder = self.folder(cell)
         found = self._prompt_file(cell)
         prompts = found[1] if found else None
-        side = folder / side_file.NAME
-        finished = side_file.count_records(side)
+        side = folder / "done.jsonl"
+        finished = count_records(side)
         if side.exists() and side.stat().st_ino in self._locked:
             return CellState(cell, folder, "running", done=finished, prompts=prompts)
         if (folder / "cell.json").exists():
@@ -89,13 +88,17 @@ class Inspector:
         expected["weights_sha256"] = {**cell["weights_sha256"], **recorded["weights_sha256"], **known}
         if cell_digest(expected, source=source, prompts_sha256=prompts) == manifest["cell_digest"]:
             return []
-        reasons = ["code"] if source != manifest["source_digest"] else []
+        same_code = (source, loader_digest()) == (
+            manifest["source_digest"],
+            manifest.get("loader_digest", loader_digest()),
+        )
+        reasons = [] if same_code else ["code"]
         changed = [part for part, digest in known.items() if recorded["weights_sha256"].get(part) != digest]
         reasons += [f"weights ({', '.join(changed)})"] if changed else []
         reasons += ["prompts"] if prompts != manifest["prompts_sha256"] else []
         keys = changed_keys(expected, recorded)
         reasons += [f"config ({', '.join(keys)})"] if keys else []
-        return reasons or ["code (of loading)"]
+        return reasons or ["config"]
 
     def _source(self, cell: dict) -> str:
         factory = METHODS[cell["decode"]["method"]].factory
@@ -114,15 +117,20 @@ class Inspector:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return a cell.json whose files are whole; raises ValueError that names the damage, without the folder."""
+    """Return a cell.json whose files are whole; raises ValueError that names the damage."""
     try:
-        manifest = read_cell(folder)
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix(f"{folder}/").partition("; ")[0]) from error
-    for name, entry in manifest["files"].items():
+        manifest = json.loads((folder / "cell.json").read_bytes())
+        files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+        _ = manifest["cell"]["weights_sha256"], manifest["files"]["requests.parquet"]["rows"], manifest["cell_digest"]
+        _ = manifest["source_digest"], manifest["prompts_sha256"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError("cell.json is not whole") from error
+    if not is_sealed(manifest):
+        raise ValueError("cell.json was altered")
+    for name, digest in files.items():
         if not (folder / name).is_file():
             raise ValueError(f"{name} is gone")
-        if sha256_file(folder / name) != entry["sha256"]:
+        if sha256_file(folder / name) != digest:
             raise ValueError(f"{name} is not the file that cell.json names")
     return manifest
 

@@ -1,7 +1,6 @@
 """`tfm cells`: every state and its reason, conditions that execute nothing, and requests as JSON lines."""
 
 import fcntl
-import functools
 import json
 import shlex
 import shutil
@@ -17,7 +16,6 @@ from baselines.cell_states import Inspector
 from baselines.commands.cells import KINDS, cells_of, row_of
 from baselines.methods import METHODS
 from baselines.where import Condition
-from tfm import manifest
 from tfm.cells import CellWriter
 from tfm.manifest import cell_digest, sha256_file, source_digest
 from tfm.trace import RequestTrace, StepTrace
@@ -26,17 +24,9 @@ SMALL = ["datasets=sample-math", "prompts=2", "seeds=0", "temperatures=0,1", "me
 SMALL += ["widths=[]", "candidate_counts=[]", "children_counts=[]", "depths=[]", "budgets=8", "stages=false"]
 
 
-cached_digest = functools.cache(source_digest)
-
-
-@pytest.fixture(autouse=True)
-def code_is_read_once(monkeypatch):
-    monkeypatch.setattr(cell_states, "source_digest", cached_digest)
-
-
 @pytest.fixture(scope="module")
 def sources():
-    return {name: cached_digest(METHODS[name].factory) for name in ("ar", "dflash", "tfm")}
+    return {name: source_digest(METHODS[name].factory) for name in ("ar", "dflash", "tfm")}
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +129,6 @@ def test_changed_code_weights_and_prompts_are_told_apart(results, cells, monkeyp
     assert inspect(results, cell) == ("stale", "prompts", 2, 3)
     monkeypatch.setattr(cell_states, "source_digest", lambda factory: "1" * 64)
     assert inspect(results, cell)[:2] == ("stale", "code, prompts")
-
-
-def test_changed_code_that_loads_is_told_apart(results, cells, monkeypatch):
-    monkeypatch.setattr(manifest, "loader_digest", lambda: "2" * 64)
-    assert inspect(results, pick(cells, "ar"))[:2] == ("stale", "code (of loading)")
 
 
 def test_weights_and_prompts_that_are_not_here_decide_nothing(results, cells):

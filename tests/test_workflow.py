@@ -15,8 +15,7 @@ from workflow_runs import EVERY_METHOD, NANO, ROOT, SLICE, SMALL, checkout, envi
 from baselines import suite
 from baselines.commands import resume
 from baselines.methods import METHODS
-from tfm.cells import sealed
-from tfm.manifest import write_json
+from tfm.manifest import sealed, write_json
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 CELL = "results/nano/cells/torch/nano/sample-math"
@@ -284,29 +283,6 @@ def test_a_legacy_rule_is_refused_in_the_headline(monkeypatch):
     data = library.Suite(config, suite.expand(suite.resolve(NANO)), None, pd.DataFrame())
     with pytest.raises(ValueError, match="'legacy_traversal' is not allowed .*audit"):
         library.headline(data)
-
-
-def test_a_killed_cell_resumes_and_equals_an_undisturbed_one(finished, tmp_path):
-    cell = json.loads((finished / CELL / "ar/t1/seed0/cell.json").read_text())
-    prompts, out = finished / "results/nano/prompts/nano/sample-math.jsonl", tmp_path / "cell"
-    resolved = suite_cell(finished, "ar", "t1")
-    code = "import decode_cell, sys; from tfm.cells import CellWriter; real = CellWriter.add\n"
-    code += "def add(self, trace):\n    real(self, trace)\n    raise SystemExit(9)\n"
-    code += "CellWriter.add = add if sys.argv.pop() == 'kill' else real\nsys.exit(decode_cell.main())"
-    environment = environment_of(finished, finished / "workflows/scripts")
-    call = [sys.executable, "-c", code, "--cell", json.dumps(resolved), "--prompts", prompts, "--out", out]
-    call += ["--log", tmp_path / "log"]
-    killed = subprocess.run([*call, "kill"], cwd=finished, env=environment, capture_output=True, text=True)
-    assert killed.returncode == 9, killed.stderr
-    assert not (out / "cell.json").exists() and len((out / "done.jsonl").read_text().splitlines()) == 2
-    subprocess.run([*call, "go"], cwd=finished, env=environment, check=True, capture_output=True)
-    assert json.loads((out / "cell.json").read_text())["resumed_requests"] == 1
-    assert json.loads((out / "cell.json").read_text())["cell_digest"] == cell["cell_digest"]
-    columns = ["id", "new_tokens", "steps", "output_sha256"]
-    one, other = (
-        pd.read_parquet(folder / "requests.parquet")[columns] for folder in (out, finished / CELL / "ar/t1/seed0")
-    )
-    pd.testing.assert_frame_equal(one, other)
 
 
 def suite_cell(folder: Path, variant: str, setting: str) -> dict:

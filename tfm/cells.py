@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tfm import side_file
-from tfm.manifest import sha256_file, sha256_json, write_atomic, write_json
+from tfm.manifest import SEAL, is_sealed, sealed, sha256_file, write_atomic, write_json
 from tfm.side_file import SideFile, sync_folder
 from tfm.trace import STAGES, SUBSTAGES, RequestTrace, StepTrace, TreeNode
 
 KINDS = ("requests", "steps", "trees")
-MANIFEST, SEAL = "cell.json", "manifest_sha256"
+MANIFEST = "cell.json"
 STEP_FIELDS = tuple(field.name for field in fields(StepTrace))
 STAGE_COLUMNS = tuple(f"{name}_us" for name in (*STAGES, *SUBSTAGES))
 SCHEMAS = {
@@ -202,16 +202,6 @@ def is_whole(folder: Path, *, digest: str | None = None) -> bool:
     return digest is None or manifest["cell_digest"] == digest
 
 
-def sealed(manifest: dict) -> dict:
-    """Return a cell.json with the digest of all its other fields, so that a changed number in it shows."""
-    return {**manifest, SEAL: _seal(manifest)}
-
-
-def is_sealed(manifest: dict) -> bool:
-    """Return whether a cell.json says what it said when it was written; its `path` is no part of that."""
-    return manifest.get(SEAL) == _seal(manifest)
-
-
 def join_records(cells: list[dict], tables: dict[str, pa.Table], *, missing: dict[str, str] | None = None) -> Records:
     """Return Records from cell manifests and tables whose `cell` column counts them."""
     frames = {kind: tables[kind].to_pandas() for kind in KINDS}
@@ -299,10 +289,6 @@ def _request_row(request: int, trace: RequestTrace) -> dict:
         "output_sha256": hashlib.sha256(" ".join(map(str, trace.output_tokens)).encode()).hexdigest(),
         "output_tokens": trace.output_tokens,
     }
-
-
-def _seal(manifest: dict) -> str:
-    return sha256_json({key: value for key, value in manifest.items() if key not in (SEAL, "path")})
 
 
 def _read_checked(folder: Path, kind: str, manifest: dict) -> pa.Table:

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # import name -> folder; imports that leave these are the environment's business
 PACKAGES = {"tfm_kernels": "kernels", "tfm": "tfm", "baselines": "baselines"}
 SCRIPTS = "workflows/scripts"
+SEAL = "manifest_sha256"  # in a cell.json: the digest of its other fields
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".json")
 LARGE = 1 << 26  # bytes; a larger file is hashed once, not at every call of Snakemake and in every cell
 HASHED = ".sha256"  # what large files of a folder hashed to, beside them
@@ -114,6 +115,20 @@ def loader_digest(root: Path = REPOSITORY) -> str:
 def cell_digest(cell: dict, *, source: str, prompts_sha256: str) -> str:
     """Return the digest that decides whether a finished cell is stale: code, resolved cell, weights and prompts."""
     return sha256_json({"source": source, "loader": loader_digest(), "cell": cell, "prompts": prompts_sha256})
+
+
+def sealed(manifest: dict) -> dict:
+    """Return a cell.json with the digest of all its other fields, so that a changed number in it shows."""
+    return {**manifest, SEAL: _seal(manifest)}
+
+
+def is_sealed(manifest: dict) -> bool:
+    """Return whether a cell.json says what it said when it was written; its `path` is no part of that."""
+    return manifest.get(SEAL) == _seal(manifest)
+
+
+def _seal(manifest: dict) -> str:
+    return sha256_json({key: value for key, value in manifest.items() if key not in (SEAL, "path")})
 
 
 def import_closure(modules: list[str], root: Path = REPOSITORY) -> list[str]:

@@ -1,0 +1,226 @@
+"""Kill Snakemake, or a cell, at random moments of a small suite; resume; compare with a run that nobody disturbed."""
+
+import argparse
+import datetime
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from workflow_runs import checkout, environment_of  # noqa: E402
+
+from baselines.commands.resume import Process, processes_in  # noqa: E402
+from tfm.cells import KINDS, MANIFEST, load_cells, read_cell  # noqa: E402
+from tfm.manifest import environment  # noqa: E402
+from tfm.side_file import NAME, count_records  # noqa: E402
+
+DESCRIPTION = """
+Runs a slice of suite nano in copies of the code in a temporary folder: once undisturbed, then once for each moment with
+kill -9 of Snakemake (the cells live on as orphans), and once for each with kill -9 of a cell. Each time `tfm resume`
+follows. Checks that all columns but times equal the undisturbed run's, that no finished prompt was decoded twice (the
+cells' logs name each prompt as it finishes), and that no process or lock is left. Writes --log, a line a kill, without
+host, user or absolute path. Last line of stdout: one JSON object. Exit 1 when a check fails.
+"""
+SLICE = ["datasets=sample-math", "methods=ar,dflash,tfm", "prompts=6", "max_new_tokens=48", "temperatures=1", "seeds=0"]
+SLICE += [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths", "audit")]
+SLICE += ["budgets=16", "requests=3", "stages=false", "tables=headline,per_set,sweeps,paired"]
+SLICE += ["figures=tau"]
+# imported by every Python of a run: notes each prompt's record once it is on disk. Snakemake removes the log of a job
+# that it runs again, so the cells' own logs do not tell what was decoded before
+HOOK = """
+import json, os, sys, time
+def fsync(descriptor, real=os.fsync):
+    real(descriptor)
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    if path.endswith("/done.jsonl"):
+        with open(path) as file:
+            record = json.loads(file.read().splitlines()[-1])["record"]
+        if "id" in record:
+            with open(LEDGER, "a") as file:
+                file.write(f"{os.path.dirname(path)} {record['id']}\\n")
+            THEN
+if any("decode_cell.py" in word for word in sys.orig_argv):
+    os.fsync = fsync
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One copy of the code, the arguments of its Snakemake calls, and what it does with them."""
+
+    folder: Path
+    arguments: tuple[str, ...]
+    then: str = "pass"  # what a cell's process does after each record
+
+    def start(self) -> subprocess.Popen:
+        """Start Snakemake in a session of its own, as a terminal would; what it prints goes to printed.log."""
+        call = [sys.executable, "-m", "snakemake", *self.arguments]
+        with open(self.folder / "printed.log", "wb") as file:
+            return subprocess.Popen(call, **self._place(), stdout=file, stderr=file, start_new_session=True)
+
+    def resume(self) -> subprocess.CompletedProcess:
+        """Call `tfm resume` with the same arguments."""
+        call = [sys.executable, "-m", "baselines.cli", "resume", *self.arguments]
+        return subprocess.run(call, **self._place(), capture_output=True, text=True, timeout=600)
+
+    def jobs(self) -> list[Process]:
+        """Return the scripts that a Snakemake of this folder started and that still run."""
+        return [process for process in processes_in(self.folder) if process.is_left_over]
+
+    def cells(self) -> dict[str, Path]:
+        """Return the folders of cells that have any file, by their path."""
+        folders = {path.parent for path in self.folder.glob("results/*/cells/**/decode.log")}
+        return {folder.relative_to(self.folder).as_posix(): folder for folder in sorted(folders)}
+
+    def progress(self) -> str:
+        """Return how far the cells are, as a log line says it."""
+        done = [folder for folder in self.cells().values() if (folder / MANIFEST).exists()]
+        partial = {name: count_records(folder / NAME) for name, folder in self.cells().items() if folder not in done}
+        running = ", ".join(f"{'/'.join(name.split('/')[5:7])} with {count} prompts" for name, count in partial.items())
+        return f"{len(done)} cells done" + (f", {running}" if running else "")
+
+    def decoded(self) -> Counter:
+        """Return how often each prompt of each cell was decoded to its end, killed processes included."""
+        ledger = self.folder / "ledger"
+        return Counter(ledger.read_text().splitlines() if ledger.exists() else [])
+
+    def _place(self) -> dict:
+        hook = self.folder / "hook"
+        hook.mkdir(exist_ok=True)
+        text = HOOK.replace("LEDGER", repr(str(self.folder / "ledger"))).replace("THEN", self.then)
+        (hook / "sitecustomize.py").write_text(text)
+        return {"cwd": self.folder, "env": environment_of(self.folder, hook)}
+
+
+def kill_driver(run: Run, after: float) -> str | None:
+    """Kill Snakemake `after` seconds from its start; return what was hit, or None when it had ended before."""
+    with run.start() as driver:
+        try:
+            driver.wait(timeout=after)
+            return None
+        except subprocess.TimeoutExpired:
+            driver.kill()
+    return f"{run.progress()}; {len(run.jobs())} scripts left running"
+
+
+def kill_cell(run: Run, after: float) -> str | None:
+    """Kill the first cell that runs `after` seconds from the start or later; None when none did."""
+    start, killed = time.monotonic(), None
+    with run.start() as driver:
+        while driver.poll() is None and killed is None:
+            time.sleep(0.01)
+            cells = [process for process in run.jobs() if process.runs("decode_cell.py")]
+            if time.monotonic() - start >= after and cells:
+                killed = run.progress()
+                try:
+                    os.kill(cells[0].pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    killed = None
+        driver.wait(timeout=600)
+    if killed is None:
+        return None
+    # killed on its way out, after its records: the job is done, and Snakemake may be content
+    return f"{killed}; snakemake exits {driver.returncode}"
+
+
+def problems_after(run: Run, resumed: subprocess.CompletedProcess, reference: Path) -> list[str]:
+    """Return what is wrong after a kill and `tfm resume`; nothing when all is as it should be."""
+    if resumed.returncode:
+        return [f"tfm resume exits {resumed.returncode}: {resumed.stderr[-2000:]}"]
+    problems = differences(reference, run.folder)
+    problems += [f"{prompt} was decoded {count} times" for prompt, count in run.decoded().items() if count > 1]
+    problems += [f"{name}: {NAME} is left" for name, folder in run.cells().items() if (folder / NAME).exists()]
+    problems += [f"process left: {' '.join(process.command)[:80]}" for process in run.jobs()]
+    problems += ["snakemake's lock is left"] if any((run.folder / ".snakemake/locks").glob("*")) else []
+    return problems
+
+
+def differences(reference: Path, folder: Path) -> list[str]:
+    """Return the cells of `folder` whose records differ from those of `reference` in anything but times."""
+    paths = sorted(path.parent.relative_to(folder) for path in folder.glob(f"results/*/cells/**/{MANIFEST}"))
+    load_cells([folder / path for path in paths])  # checks every file
+    problems = [] if paths else ["no cell is there"]
+    for path in paths:
+        for kind in KINDS:
+            one, other = (pq.read_table(root / path / f"{kind}.parquet") for root in (reference, folder))
+            timeless = [name for name in one.column_names if not name.endswith("_us")]
+            if not one.select(timeless).equals(other.select(timeless)):
+                problems.append(f"{path}: {kind} differ")
+        if read_cell(reference / path)["cell_digest"] != read_cell(folder / path)["cell_digest"]:
+            problems.append(f"{path}: cell_digest differs")
+    return problems
+
+
+def campaign(options: argparse.Namespace, work: Path, say) -> int:
+    """Run all kills; return how many failed."""
+    arguments = ("--cores", str(options.cores), "--config", *SLICE)
+    undisturbed = Run(checkout(work / "undisturbed", ROOT / "tfm/weights/nano"), arguments)
+    start = time.monotonic()
+    with undisturbed.start() as driver:
+        driver.wait()
+    seconds = time.monotonic() - start
+    if driver.returncode:
+        raise SystemExit(f"the undisturbed run failed:\n{(undisturbed.folder / 'printed.log').read_text()[-3000:]}")
+    say(f"undisturbed: {undisturbed.progress()} in {seconds:.1f} s")
+    rng, failures = random.Random(options.seed), 0
+    for what, kill in (("snakemake", kill_driver), ("cell", kill_cell)):
+        moment = 0
+        while moment < options.moments:
+            run = Run(checkout(work / "killed", ROOT / "tfm/weights/nano"), arguments)
+            after = rng.uniform(0, seconds)
+            hit = kill(run, after)
+            if hit is not None:
+                moment += 1
+                resumed = run.resume()
+                kept, ended = (resumed.stderr.count(word) for word in ("keeping results/", "ending process"))
+                wrong = problems_after(run, resumed, undisturbed.folder)
+                failures += bool(wrong)
+                verdict = "; ".join(wrong) or "records equal the undisturbed run's, no prompt decoded twice"
+                did = f"resume ended {ended} processes, took {kept} whole cells back"
+                say(f"{what} {moment} killed after {after:5.2f} s ({hit}); {did}: {verdict}")
+            shutil.rmtree(run.folder)
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moments", type=int, default=10, help="kills of each kind (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the moments (default: 0)")
+    parser.add_argument("--cores", type=int, default=2, help="for Snakemake (default: 2)")
+    parser.add_argument("--log", type=Path, help="file for the lines that also go to stderr")
+    options = parser.parse_args()
+    lines = []
+
+    def say(text: str) -> None:
+        lines.append(text)
+        print(text, file=sys.stderr, flush=True)
+        if options.log:
+            options.log.write_text("\n".join(lines) + "\n")
+
+    facts = environment()
+    commit = facts["git"]["commit"] + (" and uncommitted changes" if facts["git"]["dirty"] else "")
+    say(f"kill campaign of {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {commit}")
+    say(f"python {facts['python']}, torch {facts['packages']['torch']}, {options.cores} cores, seed {options.seed}")
+    say(f"slice of suite nano: {' '.join(SLICE)}")
+    with tempfile.TemporaryDirectory() as work:
+        failures = campaign(options, Path(work), say)
+    say(f"{2 * options.moments} kills, {failures} failures")
+    print(json.dumps({"kills": 2 * options.moments, "failures": failures}))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
