@@ -36,7 +36,7 @@ METHODS = {
         "tfm.builder:make_proposer",
         parts=("drafter", "weaver"),
         knobs=("budget", "width", "candidates", "children", "depth"),
-        options=("residual",),
+        options=("residual", "siblings"),
     ),
 }
 

@@ -18,7 +18,7 @@ BARE = ("candidates", "children", "depth")
 DEFAULT_RULE = "target_only"
 STAGED = "stages"
 # option of a method -> its word in a name, and the value that the word means
-WORDS = {"residual": ("r0", False)}
+WORDS = {"residual": ("r0", False), "siblings": ("sampled", "sampled")}
 NUMBER = "[1-9][0-9]*"
 SETTING = r"t(?:0|[1-9]\d*)(?:\.\d*[1-9])?(?:-think)?"  # the pattern of setting_name
 
@@ -34,6 +34,7 @@ class Variant:
     children: int | None = None
     depth: int | None = None
     residual: bool = True
+    siblings: str = "top"
     rule: str = DEFAULT_RULE
     staged: bool = False  # stage times and trees are recorded
 

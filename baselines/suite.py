@@ -136,7 +136,8 @@ def _side_variants(config: dict):
     if config["stages"]:
         yield from (("stages", replace(variant, staged=True)) for variant in headline(config))
     if "tfm" in config["methods"]:
-        yield from (("audit", replace(_variant(config, "tfm"), rule=rule)) for rule in config["audit"])
+        name = _variant(config, "tfm").name(config)
+        yield from (("audit", parse_variant(f"{name}-{ending}", config)) for ending in config["audit"])
 
 
 def _variant(config: dict, method: str, **overrides) -> Variant:

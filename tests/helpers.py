@@ -232,3 +232,8 @@ def path_mass(tree: DraftTree, logits: Tensor) -> float:
     for node, parent in enumerate(tree.parents[0, 1:].tolist(), start=1):
         masses.append(masses[parent] * edges[node])
     return sum(masses[1:])
+
+
+def chi_square_tail(statistic, freedom) -> float:
+    """P(chi-square of `freedom` > `statistic`)."""
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     ToyLaw,
+    chi_square_tail,
     draft_trees,
     emitted_law,
     enumerate_branches,
@@ -19,7 +20,7 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfm.acceptance import accept, accept_by_traversal, edge_log_probs, undrafted_mass
+from tfm.acceptance import accept, accept_by_traversal, tree_rows
 from tfm.config import RULES
 from tfm.traversal import HashChance, legacy_traverse, traverse
 from tfm.tree import DraftTree
@@ -422,10 +423,8 @@ def first_token_law(outcomes):
 
 def mean_path(tree, logits, run):
     """Mean accepted of a traversal rule by enumeration, without branching on the bonus."""
-    target = edge_log_probs(tree, logits, 1.0)[0].exp().tolist()
-    rest = undrafted_mass(tree, logits, 1.0)[0].tolist()
-    parents, draft = tree.parents[0].tolist(), tree.log_probs[0].tolist()
-    branches = enumerate_branches(lambda chance: len(run(parents, target, rest, draft, chance)[0]) - 1)
+    tree_of_rows = tree_rows(tree, logits, 1.0)[0]
+    branches = enumerate_branches(lambda chance: len(run(tree_of_rows, chance)[0]) - 1)
     return sum(probability * accepted for probability, accepted in branches)
 
 
@@ -464,10 +463,6 @@ def flagged_chain(flags):
     tokens = [0] + [1 if flag else 2 for flag in flags]
     logits = torch.tensor([0.0, 5.0, 1.0]).expand(1, len(tokens), 3)
     return make_tree(tokens, list(range(-1, len(flags)))), logits
-
-
-def chi_square_tail(statistic, freedom):
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))
 
 
 @pytest.mark.parametrize("rule", ["traversal", "legacy_traversal"])

@@ -276,6 +276,12 @@ def test_a_traced_step_holds_its_tree_and_marks_the_path():
         ({"method": "dartree", "budget": 8, "depth_bonus": 0.5}, "depth_bonus: 0.5 .*<= 0.*pass its parent"),
         ({"method": "dartree", "budget": 8, "depth_bonus": float("nan")}, "depth_bonus: nan"),
         ({"method": "tfm", "budget": 8, "depth_bonus": -0.2}, "depth_bonus: -0.2 .*tfm takes none"),
+        ({"method": "tfm", "budget": 8, "siblings": "random"}, "siblings: 'random' .*top, sampled"),
+        ({"method": "ddtree", "budget": 8, "siblings": "sampled"}, "siblings: 'sampled' .*ddtree takes none"),
+        (
+            {"method": "tfm", "budget": 8, "siblings": "sampled", "rule": "legacy_traversal"},
+            "rule: 'legacy_traversal' .*target_only, traversal.*sampled",
+        ),
         ({"residual": 0, "method": "tfm", "budget": 8}, "residual: 0 .*true or false"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

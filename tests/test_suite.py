@@ -131,13 +131,19 @@ def test_names_spell_variants_both_ways():  # C114
 
 
 def test_residual_0_is_one_more_cell_that_needs_no_weaver():
-    config = suite.resolve({**NANO, "residuals": "false"})
+    config, none = (suite.resolve({**NANO, "residuals": value}) for value in ("false", []))
     more = {cell["path"]: cell for cell in suite.expand(config)}
     path = "results/nano/cells/torch/nano/sample-chat/tfm-b64-w4-r0/t1/seed0"
-    assert set(more) - {cell["path"] for cell in suite.expand(suite.resolve(NANO))} == {path}
+    assert set(more) - {cell["path"] for cell in suite.expand(none)} == {path}
     assert set(more[path]["weights"]) == {"target", "drafter"} and more[path]["decode"]["residual"] is False
-    name = "tfm-b64-w4-k256-r0-traversal-stages"
-    assert suite.parse_variant(name, config).name(config) == name
+    for name in ("tfm-b64-w4-k256-r0-traversal-stages", "tfm-b64-w4-d3-r0-sampled-traversal", "tfm-b64-w4-sampled"):
+        assert suite.parse_variant(name, config).name(config) == name
+
+
+def test_the_audited_rule_is_no_variant_with_drawn_siblings():
+    fields = {"dataset": "sample-chat", "setting": "t1", "seed": 0}
+    with pytest.raises(ValueError, match=r"rule: 'legacy_traversal' .*\(allowed: target_only, traversal\).*sampled"):
+        suite.resolve_cell(suite.resolve(NANO), variant="tfm-b64-w4-sampled-legacy_traversal", **fields)
 
 
 def test_dartree_has_a_width_of_its_own():
@@ -155,6 +161,7 @@ def test_dartree_has_a_width_of_its_own():
 
 
 NO_VARIANT = ["tfm-b64", "tfm-b0-w4", "tfm-b064-w4", "tfm-b64-w4-k64", "ar-b4", "tfm-b64-w4-fast", "ddtree-b64-r0"]
+NO_VARIANT += ["ddtree-b64-sampled", "tfm-b64-w4-sampled-r0"]
 
 
 @pytest.mark.parametrize("name", NO_VARIANT)
@@ -166,13 +173,21 @@ def test_a_name_that_is_no_variant_is_refused(name):
 def test_the_nano_suite_has_the_cells_its_readers_expect():
     cells = suite.expand(suite.resolve(NANO))
     timed = [cell for cell in cells if cell["clock"] == "wall"]
-    assert len(cells) == 63 and len(timed) == 24
+    assert len(cells) == 81 and len(timed) == 30
     assert all(cell["decode"]["requests"] == 1 for cell in cells if cell["clock"] != "off")
     assert all(cell["seed"] == 0 for cell in timed) and all(cell["threads"] == 1 for cell in cells)
     # greedy decoding has one seed; stages trace trees; rules that are audited never stand in the headline
     assert {cell["seed"] for cell in cells if cell["setting"] == "t0"} == {0}
     assert all(cell["traced"] == cell["variant"].endswith("-stages") for cell in cells)
-    assert {cell["part"] for cell in cells if "traversal" in cell["variant"]} == {"audit"}
+    audited = {cell["variant"]: cell["decode"] for cell in cells if cell["part"] == "audit"}
+    assert {name: (decode["rule"], decode["siblings"]) for name, decode in audited.items()} == {
+        "tfm-b64-w4-traversal": ("traversal", "top"),
+        "tfm-b64-w4-legacy_traversal": ("legacy_traversal", "top"),
+        "tfm-b64-w4-sampled": ("target_only", "sampled"),
+        "tfm-b64-w4-sampled-traversal": ("traversal", "sampled"),
+    }
+    others = [cell["decode"] for cell in cells if cell["part"] != "audit"]
+    assert {(decode["rule"], decode["siblings"]) for decode in others} == {("target_only", "top")}
 
 
 def test_real_sets_replace_the_embedded_ones(tmp_path):

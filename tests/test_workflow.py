@@ -24,27 +24,28 @@ CELL = "results/nano/cells/torch/nano/sample-math"
 def test_a_dry_run_counts_its_jobs(tmp_path, tiny_weights):
     folder = checkout(tmp_path, tiny_weights)
     counts = jobs(snakemake(folder, "-n"))
-    assert counts == {"prepare_prompts": 3, "write_plan": 1, "decode_cell": 63, "all": 1} | dict.fromkeys(
+    assert counts == {"prepare_prompts": 3, "write_plan": 1, "decode_cell": 81, "all": 1} | dict.fromkeys(
         ("make_tables", "make_figures", "compare_paper", "write_manifest", "make_report"), 1
     )
-    # one more budget: a cell of ddtree and one of tfm
-    assert jobs(snakemake(folder, "-n", config=["budgets=8,16,32,48"]))["decode_cell"] == 65
+    # one more budget: a cell of ddtree, dartree and tfm each
+    assert jobs(snakemake(folder, "-n", config=["budgets=8,16,32,48"]))["decode_cell"] == 84
 
 
 def test_a_dry_run_lists_its_jobs_without_weights_and_the_run_names_them(tmp_path):
     config = [*SLICE, f"weights={tmp_path}"]
     text = snakemake(checkout(tmp_path / "code", tmp_path), "-n", config=config)
-    assert f"weights: {tmp_path}/drafter holds no file" in text and jobs(text)["decode_cell"] == 20
+    assert f"weights: {tmp_path}/drafter holds no file" in text and jobs(text)["decode_cell"] == 21
     text = snakemake(tmp_path / "code", config=config, expect=1)
     assert "tokenizer" in text and "Traceback" not in text and str(tmp_path / "target") in text
 
 
 def test_a_dry_run_lists_the_cells_of_a_method_that_is_asked_for():
-    text = snakemake(ROOT, "-n", "--forceall", config=[EVERY_METHOD, "residuals=false", *SMALL])
+    text = snakemake(ROOT, "-n", "--forceall", config=[EVERY_METHOD, *SMALL])
     cells = set(re.findall(rf"{CELL}/(\S+)/requests.parquet", text))
     assert {cell for cell in cells if cell.startswith("dartree")} == {
         *(f"dartree-b64-w12/{setting}/seed0" for setting in ("t0", "t1")),
         *(f"dartree-b{budget}-w12/t1/seed0" for budget in NANO["budgets"]),
+        *(f"dartree-b64-w{width}/t1/seed0" for width in NANO["dartree_widths"]),
         *(f"dartree-b64-w12-d{depth}/t1/seed0" for depth in NANO["depths"]),
         "dartree-b64-w12-stages/t1/seed0",
     }
@@ -274,14 +275,15 @@ def test_a_disturbed_timing_is_flagged():
     assert library._disturbed(data, arm) == "s cpu share 0.50; s step times spread 4.0x"
 
 
-def test_a_legacy_rule_is_refused_in_the_headline(monkeypatch):
+@pytest.mark.parametrize("ending", ["legacy_traversal", "traversal", "sampled-traversal"])
+def test_a_rule_whose_tokens_are_not_ars_is_refused_in_the_headline(monkeypatch, ending):
     import tables as library
 
     config = suite.resolve(NANO)
-    legacy = suite.parse_variant("tfm-b64-w4-legacy_traversal", config)
-    monkeypatch.setattr(suite, "headline", lambda _: [legacy])
+    variant = suite.parse_variant(f"tfm-b64-w4-{ending}", config)
+    monkeypatch.setattr(suite, "headline", lambda _: [variant])
     data = library.Suite(config, suite.expand(suite.resolve(NANO)), None, pd.DataFrame())
-    with pytest.raises(ValueError, match="'legacy_traversal' is not allowed .*audit"):
+    with pytest.raises(ValueError, match=f"rule '{variant.rule}' is not allowed .*target_only.*audit"):
         library.headline(data)
 
 

@@ -21,9 +21,9 @@ TOKENIZER = ROOT / "tfm/weights/nano/target/tokenizer.json"
 # a slice of suite nano that runs in a minute
 SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=0,1", "seeds=0", "requests=2"]
 EVERY_METHOD = "methods=ar,dflash,ddtree,dartree,tfm"
-NO_SWEEPS = [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths")]
+NO_SWEEPS = [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths", "dartree_widths")]
 SLICE = [*SMALL, *NO_SWEEPS, EVERY_METHOD, "budget=8", "width=2", "dartree_width=3", "residuals=false"]
-SLICE += ["budgets=4", "audit=legacy_traversal"]
+SLICE += ["budgets=4", "audit=legacy_traversal,sampled-traversal"]
 
 
 def checkout(folder: Path, weights: Path) -> Path:

@@ -1,7 +1,7 @@
 """Which drafted nodes survive: the rules greedy, target_only, traversal and legacy_traversal.
 
 `greedy` and `target_only` draw the target's token at every node and walk from the root while the drawn token is a
-child: exact for any tree that is a function of the context. `traversal` is exact too (tfm/traversal.py);
+child: exact for any tree that does not depend on those draws. `traversal` is exact too (tfm/traversal.py);
 `legacy_traversal` is lossy and exists to be audited. At temperature 0 all of them are the greedy walk.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tfm.config import GREEDY_BELOW, RULES, check_temperature
 from tfm.sampling import next_tokens, uniform
-from tfm.traversal import HashChance, bonus_weights, legacy_traverse, traverse
-from tfm.tree import DraftTree
+from tfm.traversal import HashChance, TreeRows, bonus_weights, legacy_traverse, traverse
+from tfm.tree import DraftLaw, DraftTree
 
 _TRAVERSAL_STREAM = 1
 
@@ -25,7 +25,8 @@ class VerifyResult:
     path: Tensor  # [R, P] int64 accepted nodes, path[:, 0] == 0, padded with -1; P = deepest node + 1
     accepted: Tensor  # [R] int64, drafted nodes on the path (the root is not one)
     bonus: Tensor  # [R] int64, the target's token after the path
-    expected_accepted: Tensor  # [R] float64, sum of the target's path probability over drafted nodes: lossless bound
+    # [R] float64, sum of the target's path probability over drafted nodes: the lossless bound; NaN where it is none
+    expected_accepted: Tensor
 
 
 def accept(
@@ -48,6 +49,8 @@ def accept(
         raise ValueError(f"rule: {rule!r} is not allowed (allowed: {', '.join(RULES)}); choose one of them")
     check_temperature(temperature)
     is_greedy = temperature < GREEDY_BELOW
+    if rule == "legacy_traversal" and tree.law is not None:
+        raise ValueError(f"rule: {rule!r} is not allowed on drawn siblings (allowed: target_only, traversal); use one")
     if rule == "greedy" and not is_greedy:
         raise ValueError(f"rule: 'greedy' is not allowed at temperature {temperature} (allowed: 0); use target_only")
     deepest = int(tree.depths.max())
@@ -98,45 +101,83 @@ def edge_log_probs(tree: DraftTree, logits: Tensor, temperature: float) -> Tenso
     return torch.where(tree.parents >= 0, picked - scores.logsumexp(-1).gather(1, parents), 0.0)
 
 
-def undrafted_mass(tree: DraftTree, logits: Tensor, temperature: float) -> Tensor:
-    """Return P_target(no child of the node) [R, N] float64, 1 at leaves.
-
-    It is summed over the other tokens, not 1 minus the children, so that nothing left gives exactly 0.
-    """
-    requests, width, vocab = logits.shape
-    is_drafted = tree.parents >= 0
-    nodes = tree.parents + torch.arange(requests, device=logits.device)[:, None] * width  # of each node's parent
-    inner, row = nodes[is_drafted].unique(return_inverse=True)
-    scores = logits.reshape(-1, vocab)[inner].double() / temperature
-    others = scores.index_put((row, tree.tokens[is_drafted]), scores.new_tensor(-torch.inf))
-    mass = torch.ones(requests * width, dtype=torch.float64, device=logits.device)
-    mass[inner] = (others.logsumexp(-1) - scores.logsumexp(-1)).exp()
-    return mass.view(requests, width)
-
-
 def accept_by_traversal(
     tree: DraftTree, logits: Tensor, chances: list, *, rule: str, temperature: float
 ) -> VerifyResult:
-    """Apply `traversal` or `legacy_traversal` in float64, request by request, drawing from `chances` (one each)."""
+    """Apply `traversal` or `legacy_traversal` in float64, request by request, drawing from `chances` (one each).
+
+    On drawn siblings the law holds on average over trees only, so `expected_accepted` is NaN: it bounds nothing there.
+    """
     run = {"traversal": traverse, "legacy_traversal": legacy_traverse}[rule]
     deepest = int(tree.depths.max())
-    edges = edge_log_probs(tree, logits.double(), temperature)
-    target, rest = edges.exp().tolist(), undrafted_mass(tree, logits, temperature).tolist()
-    tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
-    draft = tree.log_probs.double().tolist()
     paths, bonus = [], []
-    for request, (chance, count) in enumerate(zip(chances, counts, strict=True)):
-        path, leaf = run(parents[request][:count], target[request], rest[request], draft[request], chance)
+    for request, (rows, chance) in enumerate(zip(tree_rows(tree, logits, temperature), chances, strict=True)):
+        path, leaf = run(rows, chance)
         row = (logits[request, path[-1]].double() / temperature).softmax(-1).cpu()
-        bonus.append(chance.choose(bonus_weights(row, leaf, tokens[request])))
+        bonus.append(chance.choose(bonus_weights(row, leaf)))
         paths.append(path + [-1] * (deepest + 1 - len(path)))
     path = torch.tensor(paths, device=logits.device)
-    return VerifyResult(
-        path=path,
-        accepted=(path >= 0).sum(1) - 1,
-        bonus=torch.tensor(bonus, device=logits.device),
-        expected_accepted=expected_accepted(tree, edges, deepest),
-    )
+    if tree.law is None:
+        expected = expected_accepted(tree, edge_log_probs(tree, logits.double(), temperature), deepest)
+    else:
+        expected = torch.full((len(paths),), torch.nan, dtype=torch.float64, device=logits.device)
+    return VerifyResult(path, (path >= 0).sum(1) - 1, torch.tensor(bonus, device=logits.device), expected)
+
+
+def tree_rows(tree: DraftTree, logits: Tensor, temperature: float) -> list[TreeRows]:
+    """Return each request's tree with its target and draft rows in float64, on the host.
+
+    Raises ValueError for a child that is no candidate of its parent.
+    """
+    law = tree.law or children_law(tree)
+    is_candidate, is_child = law.tokens >= 0, tree.parents >= 0
+    parents = tree.parents.clamp(min=0)
+    asked = law.tokens.gather(1, parents[..., None].expand_as(law.tokens)) == tree.tokens[..., None]
+    if not bool(asked.any(-1)[is_child].all()):
+        raise ValueError("law: a drafted token is no candidate of its parent; a tree's law must hold all its children")
+    columns = torch.where(is_child, asked.int().argmax(-1), -1)
+    # rows without candidates keep their whole mass outside them
+    inner = is_candidate.any(-1)
+    scores = logits[inner].double() / temperature
+    total = scores.logsumexp(-1)
+    rows, places = is_candidate[inner].nonzero(as_tuple=True)
+    picked = law.tokens[inner][rows, places]
+    target = logits.new_zeros(law.tokens.shape, dtype=torch.float64)
+    target[is_candidate] = (scores[rows, picked] - total[rows]).exp()
+    rest = logits.new_ones(inner.shape, dtype=torch.float64)
+    # summed over the other tokens, not 1 minus the candidates, so that nothing left gives exactly 0
+    rest[inner] = (scores.index_put((rows, picked), scores.new_tensor(-torch.inf)).logsumexp(-1) - total).exp()
+    draft = law.log_probs.double().softmax(-1).masked_fill(~is_candidate, 0.0)
+    host = [x.cpu() for x in (law.tokens, target, rest, draft)]
+    tokens, target, rest, draft = (x.numpy() for x in host)
+    return [
+        TreeRows(
+            parents=parent[:count],
+            columns=column,
+            tokens=tokens[request],
+            target=target[request],
+            rest=rest[request],
+            draft=draft[request],
+            is_drawn=tree.law is not None,
+        )
+        for request, (parent, column, count) in enumerate(
+            zip(tree.parents.tolist(), columns.tolist(), tree.num_nodes.tolist(), strict=True)
+        )
+    ]
+
+
+def children_law(tree: DraftTree) -> DraftLaw:
+    """Return the sampling reading of a tree that was not drawn: a node's candidates are its children, in slot order."""
+    is_child = tree.parents >= 0
+    nodes = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+    is_elder = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes[:, None] > nodes) & is_child[:, None]
+    ranks = is_elder.sum(-1)
+    shape = (*tree.tokens.shape, int(ranks.masked_fill(~is_child, 0).max()) + 1)
+    request, node = is_child.nonzero(as_tuple=True)
+    where = (request, tree.parents[request, node], ranks[request, node])
+    tokens = tree.tokens.new_full(shape, -1).index_put(where, tree.tokens[request, node])
+    weights = tree.log_probs.new_full(shape, -torch.inf).index_put(where, tree.log_probs[request, node])
+    return DraftLaw(tokens, weights)
 
 
 def _over_ancestors(values: Tensor, parents: Tensor, deepest: int, combine) -> Tensor:

@@ -1,6 +1,7 @@
 """Grow a draft tree best first, scoring w frontier nodes at once with a conditional head (paper.md 5.3).
 
-The tree is a deterministic function of the context: siblings are the top C candidates, never samples. Growing takes
+By default the tree is a function of the context: siblings are the top C candidates. With `SampledSiblings` they are
+drawn without replacement, at most C a node, and a slot's value is the chance that it is reached. Growing takes
 ceil(B / w) expansions of which the root's is the first; the last batch of nodes is not expanded. More are needed only
 while the frontier holds fewer than w entries (w > C at the start, or a tree that runs out of depth or candidates).
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tfm.config import DecodeConfig
 from tfm.marginals import Marginals
+from tfm.siblings import SampledSiblings
 from tfm.tree import DraftTree
 from tfm.weaver import WeaverScorer
 
@@ -103,6 +105,7 @@ class Growth:
         width: int,
         children: int,
         depth: int,
+        siblings: SampledSiblings | None = None,
     ):
         requests, rows, candidates = marginals.tokens.shape
         for key, value in (("budget", budget), ("width", width), ("children", children)):
@@ -111,6 +114,7 @@ class Growth:
         if not 1 <= depth <= rows:
             raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
         self.expansions = 0
+        self._siblings = siblings
         self._scorer, self._candidates, self._depth_limit = scorer, marginals.tokens.flatten(1), depth
         self._budget, self._width, self._children = budget, width, min(children, candidates)
         # one row more than the tree: what does not fit is written there
@@ -121,6 +125,7 @@ class Growth:
         self._picks = torch.zeros(shape, dtype=torch.int64, device=roots.device)  # into the flat candidates
         self._entry = self._picks[..., 0].clone()  # of each slot
         self._depths = torch.zeros_like(self._entry)
+        self._totals = self._scores[..., 0].clone()  # log-probability of the path to each slot, for drawn siblings
         self._roots, self._counts = roots, torch.ones_like(roots)
         self._offsets = torch.arange(width, device=roots.device)
 
@@ -140,12 +145,18 @@ class Growth:
         is_closed = depths >= self._depth_limit
         rows = depths.clamp(max=self._depth_limit - 1)
         log_probs = self._scorer.expand(slots.masked_fill(is_closed, -1), parents, tokens, rows)
-        # a stable sort: topk promises no order among equals
-        best, ranks = log_probs.sort(dim=-1, descending=True, stable=True)
-        best = best[..., : self._children].masked_fill_(is_closed[..., None], -torch.inf)
-        places = slots[..., None].expand_as(best)
-        self._scores.scatter_(1, places, best + scores[..., None])
-        self._local.scatter_(1, places, best)
+        if self._siblings is None:
+            # a stable sort: topk promises no order among equals
+            local, ranks = log_probs.sort(dim=-1, descending=True, stable=True)
+            reach = local
+        else:
+            own = slots.masked_fill(is_closed, self._bin)
+            reach, local, ranks = self._siblings.draw(own, parents, tokens, rows, log_probs)
+            self._totals.scatter_(1, slots, scores)
+        reach = reach[..., : self._children].masked_fill(is_closed[..., None], -torch.inf)
+        places = slots[..., None].expand_as(reach)
+        self._scores.scatter_(1, places, reach + scores[..., None])
+        self._local.scatter_(1, places, local[..., : self._children])
         self._picks.scatter_(1, places, ranks[..., : self._children] + (rows * log_probs.shape[-1])[..., None])
 
     def _take(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -168,6 +179,9 @@ class Growth:
         self._depths.scatter_(1, slots, depths)
         self._entry.scatter_(1, slots, entries)
         frontier.scatter_(1, entries, -torch.inf)
+        if self._siblings is not None:
+            # a slot is taken by the chance that it is reached; what comes out of it has another
+            scores = self._totals.gather(1, parents) + self._local.flatten(1).gather(1, entries)
         return slots, parents, tokens, depths, scores
 
     def _tokens_of(self, entries: Tensor) -> Tensor:
@@ -190,6 +204,7 @@ class Growth:
             depths=torch.where(is_drafted, self._depths[:, : self._bin], 0),
             log_probs=torch.where(is_drafted, self._local.flatten(1).gather(1, entries), 0.0),
             num_nodes=self._counts,
+            law=None if self._siblings is None else self._siblings.law(self._bin),
         )
 
 
@@ -218,10 +233,20 @@ class TfmProposer:
                     width=self._width,
                     children=config.children,
                     depth=config.depth or marginals.tokens.shape[1],
+                    siblings=self._draws(marginals, context) if config.siblings == "sampled" else None,
                 )
                 tree = growth.run()
         self.expansions = growth.expansions
         return tree
+
+    def _draws(self, marginals: Marginals, context) -> SampledSiblings:
+        return SampledSiblings(
+            marginals.tokens,
+            seed=self._config.seed,
+            indices=context.indices,
+            root_positions=context.root_positions,
+            slots=self._config.budget + 2,
+        )
 
 
 def make_scorer(config: DecodeConfig, models) -> ConditionalScorer:

@@ -223,6 +223,7 @@ def identity(manifest: dict) -> dict:
     row |= {key: decode[key] for key in ("method", "temperature", "rule", "budget", "width", "children")}
     row |= {key: decode[key] for key in ("candidates", "max_new_tokens", "requests", "gdn_backend")}
     row["residual"] = decode.get("residual", True)  # records of before this setting had it on
+    row["siblings"] = decode.get("siblings", "top")  # and top ones
     row["depth_limit"] = decode["depth"]  # a step's own `depth` is its tree's
     row["device_name"] = manifest["device"]["name"]
     row["torch_threads"] = manifest["device"]["torch_threads"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tfm_kernels.gdn.backends import BACKENDS
 
+SIBLINGS = ("top", "sampled")
 RULES = ("greedy", "target_only", "traversal", "legacy_traversal")
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 
@@ -21,6 +22,7 @@ class DecodeConfig:
     width: int | None = None  # nodes scored at once; None means the method's default
     children: int = 8  # children kept per scored node
     candidates: int = 64  # K, candidates per depth that are scored
+    siblings: str = "top"  # a node's children: its best candidates, or draws without replacement (tfm/siblings.py)
     residual: bool = True  # False sets the weaver's residual to 0: the marginals alone score, no weaver is needed
     depth_bonus: float = 0.0  # added once a level where the drafted prefixes are selected, at most 0
     max_new_tokens: int = 48
@@ -42,6 +44,10 @@ class DecodeConfig:
         _one_of("rule", self.rule, RULES)
         _one_of("gdn_backend", self.gdn_backend, BACKENDS)
         check_temperature(self.temperature)
+        _one_of("siblings", self.siblings, SIBLINGS)
+        if self.siblings == "sampled" and self.rule == "legacy_traversal":
+            remedy = "siblings is sampled, and the audited rule takes them for the best candidates; use traversal"
+            _refuse("rule", self.rule, "target_only, traversal", remedy)
         if not isinstance(self.stop, tuple) or not all(isinstance(word, str) and word for word in self.stop):
             _refuse("stop", self.stop, "a tuple of non-empty strings", "leave it out for none")
         if not isinstance(self.eos_tokens, tuple) or not all(type(token) is int for token in self.eos_tokens):

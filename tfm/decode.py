@@ -4,6 +4,7 @@ Autoregressive decoding is the tree of the root alone and a chain is a tree with
 the same target, rules, noise and counters.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -84,8 +85,12 @@ class Proposer(Protocol):
 class Context:
     """What R requests know between two steps. `advance` is the one place that changes it."""
 
-    def __init__(self, models: Models, prefill: TargetOutput, lengths: Tensor, roots: Tensor, *, max_tokens: int):
+    def __init__(
+        self, models: Models, prefill: TargetOutput, lengths: Tensor, roots: Tensor, indices: Tensor, *, max_tokens: int
+    ):
         self._models = models
+        self.indices = indices  # [R] int64, each request's index in its dataset
+        self.root_positions = lengths  # [R] int64, absolute
         self.roots = roots  # [R] int64, the last emitted token of each request; not yet in any cache
         self.target_hidden = prefill.hidden[:, 0]  # [R, d], after the final norm, of the root's predecessor
         if models.drafter is not None:
@@ -114,6 +119,7 @@ class Context:
         leaf = nodes.gather(1, (counts - 1).clamp(min=0)[:, None])[:, 0]
         rows = torch.arange(len(nodes), device=nodes.device)
         self.target_hidden = output.hidden[rows, leaf]
+        self.root_positions = self.root_positions + counts
         self.roots = result.bonus
         if self._models.drafter is not None:
             self._pending = (output.taps[rows[:, None], nodes], counts)
@@ -187,7 +193,7 @@ class _Request:
         accepted, path = result.accepted[row], result.path[row][: result.accepted[row] + 1]
         context = len(self.prompt.tokens) + len(self.output)
         kept = self.emit([tree.tokens[row][node] for node in path[1:]] + [result.bonus[row]])
-        nodes = tree.num_nodes[row]
+        nodes, expected = tree.num_nodes[row], result.expected_accepted[row]
         step = StepTrace(
             step=len(self.steps),
             context=context,
@@ -196,7 +202,7 @@ class _Request:
             accepted=min(accepted, kept),
             accepted_untrimmed=accepted,
             committed=kept,
-            expected_accepted=result.expected_accepted[row],
+            expected_accepted=None if math.isnan(expected) else expected,
         )
         self.steps.append(step)
         if traced:
@@ -278,7 +284,7 @@ class _Batch:
         self._refuse_nan(output.logits, torch.zeros_like(roots), roots)
         for request, root in zip(self.requests, roots.tolist(), strict=True):
             request.emit([root])
-        return Context(self.models, output, lengths, roots, max_tokens=max_tokens)
+        return Context(self.models, output, lengths, roots, self.indices, max_tokens=max_tokens)
 
     def _refuse_nan(self, logits: Tensor, nodes: Tensor, tokens: Tensor) -> None:
         # of a row with a NaN the chosen token's logit is NaN; it must not pass for token 0

@@ -74,8 +74,23 @@ def uniform(seed: int, indices: Tensor, positions: Tensor, stream: int, count: i
     """
     if stream < 1:
         raise ValueError(f"stream: {stream!r} is not allowed (allowed: an integer >= 1); 0 is the noise of next_tokens")
-    key = _mix(_position_key(seed, indices, positions) ^ _signed(_mix_word(stream)))
+    key = root_keys(seed, indices, positions, stream)
     return (_shift_right(_stream(key, count), 12).double() + 0.5) * 2.0**-52
+
+
+def root_keys(seed: int, indices: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """Return the noise key [R] int64 of a draft tree's root for `indices` [R] and root `positions` [R]."""
+    return _mix(_position_key(seed, indices, positions) ^ _signed(_mix_word(stream)))
+
+
+def child_keys(parents: Tensor, tokens: Tensor) -> Tensor:
+    """Return the keys of nodes from their parents' keys and their tokens, both [...] int64: a path has one key."""
+    return _mix((parents ^ _signed(_MIX_1)) + (tokens + 1) * _signed(_POSITION))
+
+
+def token_gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Return Gumbel noise [..., K] float32 for tokens [..., K] at nodes with `keys` [...]."""
+    return gumbel_from_bits(_shift_right(_mix(keys[..., None] + (tokens + 1) * _signed(_GOLDEN)), 32))
 
 
 def _argmax(scores: Tensor) -> Tensor:

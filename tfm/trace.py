@@ -25,7 +25,8 @@ class StepTrace:
     accepted: int  # drafts accepted, trimmed to what was emitted (EOS, stop, cap)
     accepted_untrimmed: int  # drafts accepted by the rule
     committed: int  # tokens emitted by the step, trimmed
-    expected_accepted: float  # sum over drafted nodes of the target's path probability: the lossless bound
+    # sum over drafted nodes of the target's path probability: the lossless bound; None where it is none
+    expected_accepted: float | None
     stage_us: dict[str, float] | None = None  # keys of STAGES and SUBSTAGES; STAGES sum to the step's wall
 
 

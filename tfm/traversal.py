@@ -1,7 +1,9 @@
 """Traversal verification: leaves first, each accepted with a ratio of target to draft mass, residuals on the way up.
 
-The trees here are deterministic: siblings are the top candidates, not samples. The exact rule gives them a sampling
-reading (a Plackett-Luce order of the siblings, drawn when it is needed). Rules see one request and draw from a Chance.
+Where siblings were drawn without replacement, the draft row of a node is the law they were drawn from, and they are
+tried in the order of their draws. Where they are the top candidates, the exact rule gives them a sampling reading: the
+row is their own softmax, and a Plackett-Luce order is drawn when it is needed. Rules see one request and draw from a
+Chance.
 """
 
 import bisect
@@ -11,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 
@@ -42,62 +45,71 @@ class HashChance:
         return index
 
 
+@dataclass(frozen=True)
+class TreeRows:
+    """One request's tree of N nodes as the rules see it. C candidates a node; where it has fewer, both masses are 0."""
+
+    parents: list[int]
+    columns: list[int]  # of each node: the candidate of its parent that it is
+    tokens: np.ndarray  # [N, C] int64, -1 where there is no candidate
+    target: np.ndarray  # [N, C] float64, mass of each candidate in the node's target row
+    rest: np.ndarray  # [N] float64, mass of all other tokens in the node's target row
+    draft: np.ndarray  # [N, C] float64, the node's draft row; sums to 1 where the node has children
+    is_drawn: bool  # the siblings were drawn from the draft rows, in slot order
+
+
 @dataclass
 class NodeState:
-    """The target row and the draft row of one node: its alive children, and one factor for the rest of the row."""
+    """The target row and the draft row of one node: its candidates, and one factor for the rest of the row."""
 
     alive: list[int]  # children that are not rejected yet, lowest slot first
-    draft: dict[int, float]  # draft mass of every alive child; sums to 1
-    target: dict[int, float]  # target mass of every child, rejected ones included
-    rest: float  # target mass of all tokens that are no child
+    columns: dict[int, int]  # of every child
+    tokens: np.ndarray  # [C]
+    target: np.ndarray  # [C] mass of every candidate, rejected ones included
+    draft: np.ndarray  # [C] sums to 1 while a child is alive; 0 at rejected ones
+    rest: float  # target mass of all tokens that are no candidate
     scale: float = 1.0  # what `rest` was multiplied with so far
     acceptance: float = 1.0
     current: int | None = None  # the child being tried
 
 
-def traverse(
-    parents: Sequence[int], target: Sequence[float], rest: Sequence[float], draft: Sequence[float], chance: Chance
-) -> tuple[list[int], NodeState]:
+def traverse(rows: TreeRows, chance: Chance) -> tuple[list[int], NodeState]:
     """Return the accepted path (node ids from 0) and the state of its last node, whose row gives the bonus token.
 
-    All four run over the nodes of one tree: `parents`; `target`, the probability of the node's token in its parent's
-    target row; `rest`, the mass of the node's own target row outside its children; `draft`, the log-probability of
-    the node's token in its parent's draft row, on any scale. Exact (paper.md 6.3): the emitted tokens
-    follow the target's law.
+    Exact (paper.md 6.3): the emitted tokens follow the target's law, given the tree where siblings are the top
+    candidates, and on average over the draws of the tree where they were drawn.
     """
-    return _run(parents, target, rest, draft, chance, _draw_sibling, _replace_row)
+    return _run(rows, chance, _first_sibling if rows.is_drawn else _draw_sibling, _replace_row)
 
 
-def legacy_traverse(
-    parents: Sequence[int], target: Sequence[float], rest: Sequence[float], draft: Sequence[float], chance: Chance
-) -> tuple[list[int], NodeState]:
+def legacy_traverse(rows: TreeRows, chance: Chance) -> tuple[list[int], NodeState]:
     """As `traverse`, by the rule of the oldest public kernel. LOSSY: it exists to be audited, never to be used.
 
     Siblings go in slot order, a rejection changes the parent's acceptance and the sibling weights but not its target
     row, and the bonus comes from the original row. It accepts more than any lossless rule can.
     """
-    return _run(parents, target, rest, draft, chance, _first_sibling, _keep_row)
+    return _run(rows, chance, _first_sibling, _keep_row)
 
 
-def bonus_weights(row: Tensor, leaf: NodeState, tokens: Sequence[int]) -> Tensor:
-    """Return the current target row of `leaf` [vocab] from its original `row` [vocab] and the tree's `tokens` [N]."""
+def bonus_weights(row: Tensor, leaf: NodeState) -> Tensor:
+    """Return the current target row of `leaf` [vocab] float64 from its original `row` [vocab]."""
     weights = row * leaf.scale
-    for child, mass in leaf.target.items():
-        weights[tokens[child]] = mass
+    is_candidate = leaf.tokens >= 0
+    weights[leaf.tokens[is_candidate]] = weights.new_tensor(leaf.target[is_candidate])
     return weights
 
 
-def _run(parents, target, rest, draft, chance: Chance, pick: Callable, reject: Callable):
-    states = _states(parents, target, rest, draft)
+def _run(rows: TreeRows, chance: Chance, pick: Callable, reject: Callable):
+    states = _states(rows)
     path = [0]
     while True:
         while states[path[-1]].alive:
             node = states[path[-1]]
             if node.current is None:
                 node.current = pick(node, chance)
-            child = node.current
-            ratio = node.acceptance * node.target[child] / node.draft[child]
-            states[child].acceptance = min(ratio, 1.0)
+            child, column = node.current, node.columns[node.current]
+            ratio = node.acceptance * node.target[column] / node.draft[column]
+            states[child].acceptance = min(float(ratio), 1.0)
             path.append(child)
         leaf = states[path[-1]]
         if len(path) == 1 or chance.bernoulli(leaf.acceptance):
@@ -105,33 +117,29 @@ def _run(parents, target, rest, draft, chance: Chance, pick: Callable, reject: C
         reject(states[path[-2]], path.pop())
 
 
-def _states(parents, target, rest, draft) -> list[NodeState]:
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents[1:], start=1):
-        children[parent].append(node)
-    states = []
-    for nodes, outside in zip(children, rest, strict=False):
-        best = max((draft[node] for node in nodes), default=0.0)
-        weights = {node: math.exp(draft[node] - best) for node in nodes}
-        # a child without draft mass is never tried; leaving it out keeps every ratio finite and the law exact
-        total = sum(weights.values())
-        alive = [node for node in nodes if weights[node] / total > 0]
-        states.append(
-            NodeState(
-                alive=alive,
-                draft={node: weights[node] / total for node in alive},
-                target={node: target[node] for node in nodes},
-                rest=outside,
-            )
+def _states(rows: TreeRows) -> list[NodeState]:
+    children: list[dict[int, int]] = [{} for _ in rows.parents]
+    for node, parent in enumerate(rows.parents[1:], start=1):
+        children[parent][node] = rows.columns[node]
+    return [
+        NodeState(
+            # a child without draft mass is never tried; leaving it out keeps every ratio finite and the law exact
+            alive=[node for node, column in columns.items() if rows.draft[place, column] > 0],
+            columns=columns,
+            tokens=rows.tokens[place],
+            target=rows.target[place],
+            draft=rows.draft[place],
+            rest=float(rows.rest[place]),
         )
-    return states
+        for place, columns in enumerate(children)
+    ]
 
 
 def _draw_sibling(node: NodeState, chance: Chance) -> int:
     """The next sibling of a Plackett-Luce order: drawn by draft mass among those alive."""
     if len(node.alive) == 1:
         return node.alive[0]
-    return node.alive[chance.choose([node.draft[child] for child in node.alive])]
+    return node.alive[chance.choose([float(node.draft[node.columns[child]]) for child in node.alive])]
 
 
 def _first_sibling(node: NodeState, chance: Chance) -> int:
@@ -142,7 +150,7 @@ def _replace_row(node: NodeState, rejected: int) -> None:
     """Make the residual the node's target row, and drop the rejected child from its draft row."""
     residual, factor, mass = _residual(node)
     if mass > 0:
-        node.target = {child: value / mass for child, value in residual.items()}
+        node.target = residual / mass
         node.rest *= factor / mass
         node.scale *= factor / mass
     _drop(node, rejected, mass)
@@ -153,11 +161,11 @@ def _keep_row(node: NodeState, rejected: int) -> None:
     _drop(node, rejected, mass)
 
 
-def _residual(node: NodeState) -> tuple[dict[int, float], float, float]:
-    """max(acceptance * target - draft, 0) at the children, its factor on the rest of the row, and its total mass."""
+def _residual(node: NodeState) -> tuple[np.ndarray, float, float]:
+    """max(acceptance * target - draft, 0) at the candidates, its factor on the rest of the row, and its total mass."""
     factor = node.acceptance
-    residual = {child: max(factor * mass - node.draft.get(child, 0.0), 0.0) for child, mass in node.target.items()}
-    return residual, factor, sum(residual.values()) + factor * node.rest
+    residual = np.maximum(factor * node.target - node.draft, 0.0)
+    return residual, factor, float(residual.sum()) + factor * node.rest
 
 
 def _drop(node: NodeState, rejected: int, mass: float) -> None:
@@ -166,5 +174,7 @@ def _drop(node: NodeState, rejected: int, mass: float) -> None:
     node.acceptance = mass / room if room > 0 else 0.0
     node.alive.remove(rejected)
     node.current = None
-    left = sum(node.draft[child] for child in node.alive)
-    node.draft = {child: node.draft[child] / left for child in node.alive}
+    draft = node.draft.copy()
+    draft[node.columns[rejected]] = 0.0
+    left = draft.sum()
+    node.draft = draft / left if left > 0 else draft

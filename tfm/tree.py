@@ -44,6 +44,14 @@ def node_depths(parents: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class DraftLaw:
+    """What the children of every node were drawn from, one after the other in slot order, without replacement."""
+
+    tokens: Tensor  # [R, N, K] int64, distinct in a row; -1 where there is no candidate
+    log_probs: Tensor  # [R, N, K] float32, normalised over a node's candidates; -inf where there is none
+
+
+@dataclass(frozen=True)
 class DraftTree:
     """R draft trees padded to N nodes. Node 0 is the root: the last committed token, drafted by nobody.
 
@@ -56,6 +64,7 @@ class DraftTree:
     log_probs: Tensor  # [R, N] float32, of each node given its parent; 0 at the root
     num_nodes: Tensor  # [R] int64, the root counts
     is_chain: bool = False  # every request is a chain 0 -> 1 -> ...: its ancestor mask is a plain triangle
+    law: DraftLaw | None = None  # None: the tree is a function of the context, no token of it was drawn
 
     @staticmethod
     def build(tokens: Tensor, parents: Tensor, log_probs: Tensor | None = None, num_nodes: Tensor | None = None):
