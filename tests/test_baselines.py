@@ -155,6 +155,29 @@ def test_residual_0_equals_a_weaver_whose_query_projection_is_zero(method):
     assert not torch.equal(conditioned.tokens, one.tokens)
 
 
+@pytest.mark.parametrize("method", ["ddtree", "dartree", "tfm"])
+def test_more_candidates_than_the_vocabulary_are_all_of_it(method):
+    """mlx-swift-lm#459 (C065): K = 512 over 40 tokens; a suite's config refuses it before."""
+    config = replace(SETTINGS[method], candidates=512, budget=60)
+    tree, _, _ = propose(method, config=config)
+    whole, _, _ = propose(method, config=replace(config, candidates=VOCAB))
+    assert torch.equal(tree.tokens, whole.tokens) and torch.equal(tree.parents, whole.parents)
+
+
+def test_drawn_siblings_come_from_the_same_scores_and_differ_by_seed_and_position():
+    """The batched growth through the method's own proposer; the same context gives the same tree."""
+    context = FakeContext()
+    context.indices, context.root_positions = torch.tensor([0, 1]), torch.tensor([9, 9])
+    config = replace(SETTINGS["tfm"], siblings="sampled")
+    first, again, other = (propose("tfm", config=replace(config, seed=seed), context=context)[0] for seed in (0, 0, 1))
+    assert torch.equal(first.tokens, again.tokens) and not torch.equal(first.tokens, other.tokens)
+    assert first.num_nodes.tolist() == [65, 65] and first.law is not None
+    context.root_positions = context.root_positions + 1
+    moved, _, _ = propose("tfm", config=config, context=context)
+    assert not torch.equal(first.tokens, moved.tokens)
+    assert torch.equal(first.law.log_probs[:, 0], moved.law.log_probs[:, 0])
+
+
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "dartree", "tfm"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_depth_limits_the_tree(method, depth):

@@ -20,7 +20,15 @@ from tfm.cells import CellWriter
 from tfm.manifest import cell_digest, sha256_file, source_digest
 from tfm.trace import RequestTrace, StepTrace
 
-SMALL = ["datasets=sample-math", "prompts=2", "seeds=0", "temperatures=0,1", "methods=ar,dflash,tfm", "audit=[]"]
+SMALL = [
+    "datasets=sample-math",
+    "prompts=2",
+    "seeds=0",
+    "temperatures=0,1",
+    "methods=ar,dflash,tfm",
+    "audit=[]",
+    "residuals=[]",
+]
 SMALL += ["widths=[]", "candidate_counts=[]", "children_counts=[]", "depths=[]", "budgets=8", "stages=false"]
 
 

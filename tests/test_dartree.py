@@ -85,6 +85,26 @@ def test_the_best_prefixes_are_what_a_best_first_heap_pops(seed, bonus, width):
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
+    width=st.integers(1, 12),
+    children=st.integers(1, 4),
+    budget=st.integers(1, 30),
+    bonus=st.sampled_from([0.0, -0.2]),
+    levels=st.sampled_from([1, 2, 3]),
+)
+def test_ties_are_popped_in_the_order_of_the_supertree(seed, width, children, budget, bonus, levels):
+    """Logits of one, two or three values, so that most prefixes tie with others: still the heap's nodes, in order."""
+    laws, marginals = toy_growth(seed, vocab=4, depth=4)
+    laws = [ToyLaw([(level.sigmoid() * levels).floor() for level in law.levels]) for law in laws]
+    limits = {"budget": budget, "width": width, "children": children, "depth": 4}
+    tree, _ = build_toy(laws, marginals, **limits, depth_bonus=bonus)
+    prefixes = supertree_by_hand(laws[0], marginals.tokens[0], width=width, children=children, depth=4)
+    assert len({value for value, _ in prefixes.values()}) < len(prefixes) or len(prefixes) <= 4 * levels
+    assert paths_of(tree)[1:] == popped_by_heap(prefixes, budget, bonus)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
     vocab=st.integers(1, 4),
     depth=st.integers(1, 4),
     budget=st.integers(1, 40),
@@ -179,7 +199,7 @@ def test_a_negative_bonus_prefers_shallow_prefixes():
 
 @pytest.mark.parametrize("bonus", [0.5, 1e-9, math.nan, math.inf])
 def test_a_bonus_above_zero_is_refused(bonus):
-    """C018: a child could pass its parent, and the best prefixes would be no tree."""
+    """C018 (the condition of Lemma 1): a child could pass its parent, and the best prefixes would be no tree."""
     laws, marginals = toy_growth(6, vocab=3, depth=4)
     with pytest.raises(ValueError, match=r"depth_bonus: .* is not allowed \(allowed: a finite number <= 0\).*parent"):
         build_toy(laws, marginals, budget=4, width=2, children=2, depth=4, depth_bonus=bonus)

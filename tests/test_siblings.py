@@ -141,6 +141,17 @@ def test_the_law_is_the_targets_for_near_and_far_drafters(noise, seed):
     assert total_variation(emitted, law.joint()) < 1e-12
 
 
+def test_a_drafter_that_knows_nothing_changes_acceptance_and_not_the_law():
+    """vllm#56724 (C055): draft mass spread evenly over the whole vocabulary."""
+    limits = dict(budget=4, width=2, children=3, depth=2)
+    law, accepted = ToyLaw.random(3, 3, seed=0), {}
+    for name, q in (("spread", lambda path: [1 / 3] * 3), ("near", drafter_of(law, 0.3, 0))):
+        trees = [(share, tree_of(nodes, q, depth=2)) for share, nodes in drawn_trees(q, **limits)]
+        emitted, accepted[name] = law_over_trees(trees, law, "traversal")
+        assert total_variation(emitted, law.joint()) < 1e-12
+    assert accepted["spread"] < accepted["near"] - 0.1
+
+
 def test_on_one_drawn_tree_the_law_is_not_the_targets():
     """It holds on average over trees only: the enumeration above is no tautology."""
     trees, law = toy("two_at_once")

@@ -41,6 +41,13 @@ BAD = {  # C113: what is wrong -> (change, words of the message)
     "figure": ({"tables": ["headline"]}, ["figures: 'tau'", "drawn from table per_set", "add per_set to tables"]),
     "two_missing": ({"budgets": ..., "audit": ...}, ["2 problems", "budgets: missing key", "audit: missing key"]),
     "suite_reserved": ({"suite": "train"}, ["suite: 'train'", "published, train", "choose another name"]),
+    # filters and penalties: openvino.genai#3451, pegainfer#512
+    "top_p": ({"top_p": 0.9}, ["top_p: 0.9", "allowed: 1", "the target's whole law"]),
+    "top_k": ({"top_k": 3}, ["top_k: 3", "allowed: -1", "the target's whole law"]),
+    "min_p": ({"min_p": 0.1}, ["min_p: 0.1", "allowed: 0", "the target's whole law"]),
+    "penalty": ({"repetition_penalty": 1.3}, ["repetition_penalty: 1.3", "allowed: 1", "with every drafted token"]),
+    "presence": ({"presence_penalty": 1.5}, ["presence_penalty: 1.5", "with every drafted token"]),
+    "depths": ({"depths": [20]}, ["depths: 20", "1 to 15, the drafter's rows", "lower depths"]),
     "dartree_without_width": (
         {"methods": ["ar", "dartree"], "dartree_width": ...},
         ["dartree_width: missing key", "12 in its authors' code"],
@@ -68,12 +75,20 @@ def test_bad_config_is_refused_with_key_value_allowed_and_remedy(case):  # C113
         ("methods=ar,dflsh", ["methods: 'dflsh'", "did you mean dflash?"]),
         ("suite=foo", ["suite: 'foo'", "stands alone", "--configfile"]),
         ("datasets=", ["datasets: null", "sample-chat, sample-math"]),
+        ("top_p=0.9", ["top_p: 0.9", "the target's whole law"]),
     ],
 )
 def test_bad_values_of_the_command_line_stop_before_any_job(argument, words):  # C113
     text = snakemake(ROOT, "-n", config=[argument], expect=1)
     assert all(word in text for word in words) and "Job stats" not in text, text[-2000:]
     assert "Traceback" not in text
+
+
+def test_filters_and_penalties_that_are_off_are_accepted_and_recorded():
+    given = {"top_p": "1.0", "top_k": "-1", "min_p": 0, "repetition_penalty": 1.0}
+    for config in (suite.resolve({**NANO, **given}), suite.resolve(NANO)):
+        decode = suite.expand(config)[0]["decode"]
+        assert (decode["top_p"], decode["top_k"], decode["min_p"], decode["repetition_penalty"]) == (1, -1, 0, 1)
 
 
 def test_command_line_strings_are_typed_before_they_name_a_cell():  # C114

@@ -103,7 +103,7 @@ def test_the_suite_runs_end_to_end_with_one_core(finished):  # C119
         f"{metric}_{method}_{t}" for metric in ("tau", "accepted") for method in METHODS for t in ("T0", "T1")
     ]:
         assert set(summary[name]) == {"value", "low", "high", "n", "unit"}, name
-    assert summary["cells"]["value"] == 20 and summary["suite_seconds"]["value"] > 0
+    assert summary["cells"]["value"] == 21 and summary["suite_seconds"]["value"] > 0
     sweeps = pd.read_csv(out / "tables/sweeps.csv")
     residual = sweeps[sweeps["sweep"] == "residual"]
     assert residual[["value", "variant"]].values.tolist() == [[0, "tfm-b8-w2-r0"], [1, "tfm-b8-w2"]]

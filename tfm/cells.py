@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tfm import side_file
+from tfm.config import WHOLE_LAW
 from tfm.manifest import SEAL, is_sealed, sealed, sha256_file, write_atomic, write_json
 from tfm.side_file import SideFile, sync_folder
 from tfm.trace import STAGES, SUBSTAGES, RequestTrace, StepTrace, TreeNode
@@ -224,6 +225,7 @@ def identity(manifest: dict) -> dict:
     row |= {key: decode[key] for key in ("candidates", "max_new_tokens", "requests", "gdn_backend")}
     row["residual"] = decode.get("residual", True)  # records of before this setting had it on
     row["siblings"] = decode.get("siblings", "top")  # and top ones
+    row |= {key: decode.get(key, off) for key, off in WHOLE_LAW.items()}
     row["depth_limit"] = decode["depth"]  # a step's own `depth` is its tree's
     row["device_name"] = manifest["device"]["name"]
     row["torch_threads"] = manifest["device"]["torch_threads"]

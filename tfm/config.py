@@ -7,6 +7,15 @@ from tfm_kernels.gdn.backends import BACKENDS
 
 SIBLINGS = ("top", "sampled")
 RULES = ("greedy", "target_only", "traversal", "legacy_traversal")
+# settings of other decoders that this one has at one value only, which is recorded with every cell
+WHOLE_LAW = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 
 
@@ -31,6 +40,13 @@ class DecodeConfig:
     stop: tuple[str, ...] = ()  # the text ends before a stop string, the ids with the token that completes it
     requests: int = 1  # R, requests decoded together
     gdn_backend: str = "solve"
+    # every method samples from the target's whole law: a filter or a penalty is refused
+    top_p: float = WHOLE_LAW["top_p"]
+    top_k: int = WHOLE_LAW["top_k"]
+    min_p: float = WHOLE_LAW["min_p"]
+    repetition_penalty: float = WHOLE_LAW["repetition_penalty"]
+    presence_penalty: float = WHOLE_LAW["presence_penalty"]
+    frequency_penalty: float = WHOLE_LAW["frequency_penalty"]
 
     @property
     def is_greedy(self) -> bool:
@@ -44,6 +60,7 @@ class DecodeConfig:
         _one_of("rule", self.rule, RULES)
         _one_of("gdn_backend", self.gdn_backend, BACKENDS)
         check_temperature(self.temperature)
+        _check_whole_law(self)
         _one_of("siblings", self.siblings, SIBLINGS)
         if self.siblings == "sampled" and self.rule == "legacy_traversal":
             remedy = "siblings is sampled, and the audited rule takes them for the best candidates; use traversal"
@@ -78,6 +95,18 @@ def check_temperature(temperature: float) -> None:
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not (math.isfinite(temperature) and temperature >= 0):
         _refuse("temperature", temperature, "a finite number >= 0", "use 0 for greedy, 1 for the target's law")
+
+
+def _check_whole_law(config: DecodeConfig) -> None:
+    for key, off in WHOLE_LAW.items():
+        value = getattr(config, key)
+        if isinstance(value, bool) or value != off:
+            _refuse(
+                key,
+                value,
+                repr(off),
+                "no method filters or penalises: all of them keep the target's law at its temperature; leave it out",
+            )
 
 
 def check_depth_bonus(value: float) -> None:
