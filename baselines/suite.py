@@ -70,15 +70,7 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
         raise ValueError(f"seed: {seed!r} is not allowed (allowed: an integer >= 0); write seed0, seed1, ...")
     seed = int(seed)
     timed = parsed.staged or (parsed in headline(config) and seed == config["seeds"][0])
-    knobs = {key: value for key, value in asdict(parsed).items() if key != "staged" and value is not None}
-    decode = DecodeConfig(
-        temperature=temperature,
-        seed=seed,
-        max_new_tokens=config["max_new_tokens"],
-        requests=1 if timed else config["requests"],
-        **knobs,
-    )
-    check(decode, draft_rows(config))
+    decode = _settings(config, parsed, temperature=temperature, seed=seed, requests=1 if timed else config["requests"])
     digests = weight_digests(config) if digests is None else digests
     parts = ("target", *METHODS[decode.method].parts_for(decode))
     # named only where the suite decides it, so that cells of other suites and of ar do not hang on it
@@ -105,6 +97,11 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
         "weights_sha256": {part: digests[part] for part in parts},
         **drafter,
     }
+
+
+def _settings(config: dict, variant: Variant, **fields) -> DecodeConfig:
+    named = {key: value for key, value in asdict(variant).items() if key != "staged" and value is not None}
+    return check(DecodeConfig(max_new_tokens=config["max_new_tokens"], **named, **fields), draft_rows(config))
 
 
 def headline(config: dict) -> list[Variant]:

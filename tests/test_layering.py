@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from baselines.methods import METHODS
+from tfm.manifest import import_closure
+
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = {"tfm_kernels": "kernels", "tfm": "tfm", "baselines": "baselines", "scripts": "workflows/scripts"}
 SOURCES = [
@@ -57,3 +60,16 @@ def test_the_loop_knows_no_method():
     names = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
     assert not names & {"ar", "dflash", "ddtree", "dartree", "tfm"}
     assert "baselines" not in imported(ROOT / "tfm/decode.py", "tfm")
+
+
+def test_tfm_names_no_other_method_and_no_method_reads_the_registry():
+    """A new method is an entry of METHODS and leaves the source digest of the others alone."""
+    others = set(METHODS) - {"tfm"}
+    elsewhere = {"ar", "dflash"}  # the reference of every speedup, and a prompt protocol
+    for path in (path for package, path in SOURCES if package == "tfm"):
+        names = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        assert not names & others - elsewhere, path
+    for name, method in METHODS.items():
+        reached = import_closure(["tfm.decode", method.factory.partition(":")[0]])
+        assert "baselines.methods" not in reached, name
+        assert not [module for module in reached if module.removeprefix("baselines.") in others - {name}], name

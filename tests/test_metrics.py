@@ -50,6 +50,14 @@ def test_mal_counts_the_bonus_and_accepted_does_not(accepted, mal):  # C024
     assert metrics.mean(table, "accepted").value == accepted
 
 
+def test_steps_without_a_bound_have_no_excess():
+    """Traversal on drawn siblings: acceptance is a number, the bound and what exceeds it are empty, not 0."""
+    table, _ = arm([request("a", [3, 1], bound=None), request("b", [2], bound=None)])
+    assert metrics.mean(table, "accepted_untrimmed").value == 2
+    assert math.isnan(metrics.mean(table, "expected_accepted").value)
+    assert metrics.excess_over_bound(table).n == 0
+
+
 def test_tau_is_new_tokens_over_steps_with_the_prefill_token_in_it():
     table, _ = arm([request("a", [3, 1])])
     assert table["new_tokens"].tolist() == [7]

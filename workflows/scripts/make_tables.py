@@ -46,7 +46,8 @@ NOTES = {
     "for tfm, dartree keeps its own, and drafts at most width nodes a depth.",
     "paired": "Same prompts and seeds in both arms, resampled together; n counts prompts present in both.",
     "audit": "expected_accepted is the lossless bound of the same steps; excess is what was accepted over it, steps "
-    "pooled; a rule above it is lossy. Values untrimmed.",
+    "pooled; a rule above it is lossy. -sampled draws siblings without replacement: with traversal the law holds on "
+    "average over trees, and no step has a bound. Values untrimmed.",
 }
 ON_THE_SIDE = ("latency", "sweeps", "audit")  # tables of one set, setting and seed
 NOTES["per_set"] = NOTES["headline"]
