@@ -9,6 +9,7 @@ import textwrap
 # one line of help each, here so that --help imports no command
 COMMANDS = {
     "generate": "answer a prompt with any method; watch its draft trees",
+    "doctor": "what this machine has, and which suites it can run",
     "cells": "the cells of a suite: done, stale, missing, and why",
     "resume": "go on after a kill",
     "pin": "fill the revisions of hub prompt sets (needs the network)",

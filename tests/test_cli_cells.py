@@ -1,6 +1,7 @@
 """`tfm cells`: every state and its reason, conditions that execute nothing, and requests as JSON lines."""
 
 import fcntl
+import functools
 import json
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from baselines.cell_states import Inspector
 from baselines.commands.cells import KINDS, cells_of, row_of
 from baselines.methods import METHODS
 from baselines.where import Condition
+from tfm import manifest
 from tfm.cells import CellWriter
 from tfm.manifest import cell_digest, sha256_file, source_digest
 from tfm.trace import RequestTrace, StepTrace
@@ -32,9 +34,17 @@ SMALL = [
 SMALL += ["widths=[]", "candidate_counts=[]", "children_counts=[]", "depths=[]", "budgets=8", "stages=false"]
 
 
+cached_digest = functools.cache(source_digest)
+
+
+@pytest.fixture(autouse=True)
+def code_is_read_once(monkeypatch):
+    monkeypatch.setattr(cell_states, "source_digest", cached_digest)
+
+
 @pytest.fixture(scope="module")
 def sources():
-    return {name: source_digest(METHODS[name].factory) for name in ("ar", "dflash", "tfm")}
+    return {name: cached_digest(METHODS[name].factory) for name in ("ar", "dflash", "tfm")}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +83,7 @@ def write_cell(results, cell, source, prompts_sha256):
     """Write a cell's files as decode_cell does, the tokenizer's EOS filled in."""
     digest = cell_digest(resolved(cell), source=source, prompts_sha256=prompts_sha256)
     facts = {"cell": {**resolved(cell), "decode": {**cell["decode"], "eos_tokens": [2]}}, "source_digest": source}
+    facts |= {"loader_digest": manifest.loader_digest()}
     facts |= {"prompts_sha256": prompts_sha256, "device": {"name": "a cpu", "torch_threads": 1}}
     facts |= {"environment": {"git": {"commit": "c0ffee"}}}
     with CellWriter(results / Path(cell["path"]).relative_to("results"), digest=digest) as writer:
@@ -137,6 +148,12 @@ def test_changed_code_weights_and_prompts_are_told_apart(results, cells, monkeyp
     assert inspect(results, cell) == ("stale", "prompts", 2, 3)
     monkeypatch.setattr(cell_states, "source_digest", lambda factory: "1" * 64)
     assert inspect(results, cell)[:2] == ("stale", "code, prompts")
+
+
+def test_changed_code_that_loads_is_code(results, cells, monkeypatch):
+    for module in (manifest, cell_states):
+        monkeypatch.setattr(module, "loader_digest", lambda: "2" * 64)
+    assert inspect(results, pick(cells, "ar"))[:2] == ("stale", "code")
 
 
 def test_weights_and_prompts_that_are_not_here_decide_nothing(results, cells):

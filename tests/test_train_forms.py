@@ -7,20 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from test_train import TINY_TEXT, VOCAB, copy_inputs, curve_of, tiny_config, tiny_settings, write_config
 
 from tfm import checkpoints
+from tfm.drafter import Drafter
+from tfm.quantise import pack
 from tfm.target import Target
-from tfm.train import gdn, run, target
+from tfm.train import calibrate, gdn, run, speed, target
 from tfm.train.layout import Layout
 from tfm.train.loop import Deadline
 from tfm.train.peers import Peers
 from tfm.train.precision import Shadow, lower
 from tfm.train.rows import Rows, fill_buckets
 from tfm.train.settings import load_settings
+from tfm.weaver import Weaver
 from tfm_kernels.gdn import solve
 
+REPOSITORY = Path(__file__).parents[1]
 STEPS = 12
 
 
@@ -160,7 +164,7 @@ def test_two_processes_have_the_loss_curves_of_one(tmp_path):
     own = copy_inputs(base, tmp_path / "two")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tfm.train.run", "--config", str(path), "--out", str(own.root), "--stages", ",".join(stages)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count('"done": ["weaver", "drafter", "target"]') == 1
     for stage in stages:
@@ -170,3 +174,68 @@ def test_two_processes_have_the_loss_curves_of_one(tmp_path):
             found, wanted = ([float(row[name]) for row in curve if row[name]] for curve in (two, one))
             # float32 sums in another order, over twelve steps
             assert found == pytest.approx(wanted, rel=2e-5, abs=1e-5), f"{stage} {name}"
+
+
+# tools before a run
+
+
+def test_calibration_sharpens_on_top_of_what_was_exported(mixed):
+    _, settings, layout, _ = mixed
+    rows = calibrate.calibrate(settings, layout, [1.0, 3.0], conversations=12, tokens=16, device="cpu")
+    assert [row["factor"] for row in rows] == [1.0, 3.0]
+    assert rows[1]["entropy_nats"] < rows[0]["entropy_nats"] and rows[1]["first_choice"] >= rows[0]["first_choice"]
+    assert 0 < rows[0]["greedy_chain"] < rows[1]["greedy_chain"] <= calibrate.CHAIN
+
+
+def test_greedy_chain_is_the_sum_of_its_path_probabilities():
+    model = Target(tiny_settings().target_model)
+    target.init_target(model, 3)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(40)  # far from uniform
+    tokens, anchors = torch.randint(6, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0)), torch.tensor([3, 8])
+    found = calibrate.greedy_chain(model, tokens, anchors)
+    for row, anchor, length in zip(tokens.tolist(), anchors.tolist(), found.tolist(), strict=True):
+        path, probability, wanted = row[: anchor + 1], 1.0, 0.0
+        for _ in range(calibrate.CHAIN):
+            with torch.no_grad():
+                law = model(torch.tensor([path])).logits[0, -1].softmax(-1)
+            probability *= float(law.max())
+            wanted += probability
+            path.append(int(law.argmax()))
+        assert length == pytest.approx(wanted, rel=1e-4)
+
+
+def test_speed_times_every_length_with_the_forms_that_run_here(mixed):
+    _, settings, _, _ = mixed
+    rows = speed.time_variant(settings, "cpu", graphs=False, steps=1)
+    assert [row["length"] for row in rows] == list(settings.text.buckets)
+    assert all(row["tokens_per_second"] > 0 and row["loss"] > 0 for row in rows)
+
+
+def test_mini_fits_eleven_mebibytes_and_can_be_widened():
+    settings = load_settings(REPOSITORY / "workflows" / "config" / "train_mini.yaml")
+    models = (Target(settings.target_model), Drafter(settings.drafter_model), Weaver(settings.weaver_model))
+    weights = sum(len(save(pack(model.state_dict()))) for model in models)
+    # an 8k tokenizer has 225 kB, the configs 5; card and curves have what is left
+    assert weights + 230_000 < settings.max_bytes < 11 * 2**20 - 60_000
+    target_model, draft = settings.target_model, settings.drafter_model
+    assert 5120 % target_model.hidden_size == 0 and 2048 % settings.weaver_model.d_rank == 0
+    assert target_model.num_attention_heads <= 24 // 4 and draft.num_attention_heads <= 32 // 8
+    assert target_model.linear_num_value_heads == 3 * target_model.linear_num_key_heads
+    assert target_model.layer_types == (*["linear_attention"] * 3, "full_attention") * 2
+    # layer i of 8 goes to a layer of 64 of its kind, and every tap's layer before the next tap's
+    assert place_layers(target_model.layer_types, draft.target_layer_ids, (1, 16, 31, 46, 61))
+
+
+def place_layers(kinds: tuple[str, ...], taps: tuple[int, ...], bounds: tuple[int, ...]) -> list[int]:
+    """Return the first layers of the 64 that hold `kinds` in order with tap i's layer at most at bounds[i]; or []."""
+    placed, at = [], 0
+    for layer, kind in enumerate(kinds):
+        # a layer behind tap i stands behind the 27B's tap i, or it would change what is read there
+        at = max([at, *(bound + 1 for tap, bound in zip(taps, bounds, strict=True) if layer > tap)])
+        while (at % 4 == 3) != (kind == "full_attention"):
+            at += 1
+        placed.append(at)
+        at += 1
+    fits = all(placed[tap] <= bound for tap, bound in zip(taps, bounds, strict=True))
+    return placed if fits and placed[-1] < 64 else []

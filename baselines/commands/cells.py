@@ -60,7 +60,12 @@ ADVICE = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `tfm cells` takes."""
     add = parser.add_argument
-    add("--suite", default="nano", metavar="NAME", help="a config of workflows/config, or a folder of the results with")
+    add(
+        "--suite",
+        default="nano",
+        metavar="NAME",
+        help="a config of workflows/config, or a results folder with plan.json",
+    )
     add("--configfile", type=Path, metavar="FILE", help="the suite's config, as for snakemake")
     add(
         "--config", nargs="+", default=[], metavar="KEY=VALUE", help="values in place of the config's, as for snakemake"

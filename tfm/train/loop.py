@@ -128,7 +128,7 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
     """
     folder.mkdir(parents=True, exist_ok=True)
     schedule, peers = stage.schedule, stage.peers
-    optimiser = _optimiser(stage)
+    optimiser = new_optimiser(stage)
     step, spent, last = _resume(stage, optimiser, folder)
     device = optimiser.parameters[0].device
     backward = Backward(stage, optimiser, graphs=schedule.graphs and device.type == "cuda" and peers.size == 1)
@@ -167,7 +167,7 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
     }
 
 
-def _optimiser(stage: Stage) -> MuonAdamW:
+def new_optimiser(stage: Stage) -> MuonAdamW:
     schedule = stage.schedule
     return MuonAdamW(
         stage.shadow.model,

