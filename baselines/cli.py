@@ -68,7 +68,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, object]:
         sys.exit(0 if not words else 2)
     module = modules[options.command]
     if rest and not getattr(module, "TAKES_REST", False):
-        commands.choices[options.command].error(f"unrecognised: {' '.join(rest)}")
+        hint = getattr(module, "REST_HINT", "")
+        commands.choices[options.command].error(f"unrecognised: {' '.join(rest)}{hint}")
     options.rest = rest
     return options, module
 

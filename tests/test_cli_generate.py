@@ -234,6 +234,7 @@ REFUSED = [
     pytest.param([PROMPT, "--device", "tpu"], "device: 'tpu' is not allowed", id="unknown_device"),
     pytest.param([PROMPT, "--threads", "0"], "threads: 0 is not allowed", id="no_threads"),
     pytest.param([PROMPT, "--buget", "8"], "unrecognised: --buget 8", id="unknown_option"),
+    pytest.param(["hello", "there"], "unrecognised: there; a prompt of several words needs quotes", id="no_quotes"),
     pytest.param([], "the following arguments are required: prompt", id="no_prompt"),
 ]
 

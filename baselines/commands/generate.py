@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   tfm generate "How many primes are below 30?" --show-tree --max-new-tokens 24
   tfm generate "How many primes are below 30?" --method tfm --compare ar
   cat question.txt | tfm generate - --method ddtree --temperature 0 --stats"""
+REST_HINT = "; a prompt of several words needs quotes"
 FAMILIES = REPOSITORY / "tfm/weights"
 BUDGET = 64  # the paper's
 LARGE_VOCABULARY = 32_000  # from here on K is the paper's 512, below it 64
