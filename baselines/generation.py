@@ -21,7 +21,9 @@ from tfm.decode import Models, Prompt, Step, decode
 from tfm.tokenizer import TextTokenizer, load_tokenizer
 from tfm.trace import STAGES, RequestTrace
 
+PARTS = ("drafter", "weaver")
 WARM_UP_TOKENS = 8
+WINDOW = 64  # tokens decoded again for a new one, at most, where no character is held
 DRAFTED, OWN = "green", ""  # styles of accepted drafts and of the target's own tokens
 
 
@@ -96,23 +98,25 @@ def decode_job(job: Job, models: Models, where: torch.device, *, watcher: "Watch
     return Answer(job, finished[0], wall - (watcher.seconds if watcher else 0.0))
 
 
-PARTS = ("drafter", "weaver")
-
-
 class Detokeniser:
     """Turns a growing list of tokens into text that is never taken back: half a character is held until it is whole."""
 
     def __init__(self, decode: Callable[[list[int]], str]):
-        self._decode, self._shown = decode, 0
+        self._decode = decode
+        self._start, self._shown = 0, 0  # first token of the window, and characters of the window's text returned
 
     def feed(self, tokens: list[int], *, final: bool = False) -> str:
         """Return the text that all `tokens` so far add to what was returned before; `final` holds nothing back.
 
         Bytes that form no character yet decode to one U+FFFD at the end.
         """
-        text = self._decode(tokens)
+        text = self._decode(tokens[self._start :])
         end = len(text) - (not final and text.endswith("\ufffd"))
         new, self._shown = text[self._shown : end], max(self._shown, end)
+        if end == len(text) and len(tokens) - self._start > WINDOW:
+            # one token stays: some tokenizers spell the first one of a text differently
+            self._start = len(tokens) - 1
+            self._shown = len(self._decode(tokens[self._start :]))
         return new
 
 

@@ -1,5 +1,6 @@
 """`tfm generate`: text that is never taken back, trees that show the path, refusals before any model loads."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from io import BytesIO, TextIOWrapper
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.cells import cell_len
 from workflow_runs import ROOT, write_tiny_family
 
@@ -71,9 +74,14 @@ def test_a_prompt_is_read_from_standard_input(capsys, monkeypatch):
     assert run(capsys, "-", "--max-new-tokens", 5)[0] == run(capsys, PROMPT, "--max-new-tokens", 5)[0]
 
 
+@functools.cache
+def load_nano():
+    return load_tokenizer(NANO / "target")
+
+
 @pytest.mark.parametrize("text", ["naïve", "日本語 and 한국어", "👩‍👩‍👧 e\u0301", "\u202eabc", "�x�", "a\x1b[31m"])
 def test_streamed_pieces_are_never_taken_back_and_never_half_a_character(text):
-    tokenizer = load_tokenizer(NANO / "target")
+    tokenizer = load_nano()
     tokens = tokenizer.encode(text)
     stream, pieces = Detokeniser(tokenizer.decode), []
     for count in range(1, len(tokens) + 1):
@@ -83,8 +91,18 @@ def test_streamed_pieces_are_never_taken_back_and_never_half_a_character(text):
     assert "".join(pieces) == text
 
 
+@given(st.lists(st.integers(6, 2047), max_size=12), st.integers(1, 40))
+def test_pieces_join_to_the_whole_text_whatever_the_tokens(tokens, repeats):
+    """The window that is decoded again moves on, also through bytes that are no text."""
+    tokenizer = load_nano()
+    tokens = (tokens * repeats)[:200]
+    stream = Detokeniser(tokenizer.decode)
+    pieces = [stream.feed(tokens[:count]) for count in range(1, len(tokens) + 1)]
+    assert "".join([*pieces, stream.feed(tokens, final=True)]) == tokenizer.decode(tokens)
+
+
 def test_a_character_that_stays_half_is_shown_at_the_end():
-    tokenizer = load_tokenizer(NANO / "target")
+    tokenizer = load_nano()
     half = tokenizer.encode("日")[:-1]
     stream = Detokeniser(tokenizer.decode)
     assert stream.feed(half) == "" and stream.feed(half, final=True) == "\ufffd"
