@@ -52,6 +52,25 @@ def test_a_finished_cell_reads_back_with_the_cell_in_every_row(tmp_path):
     assert records.steps["id"].tolist() == ["a", "b"] and records.trees["token"].tolist() == [7, 7]
 
 
+def test_every_row_says_what_was_sampled_from_and_what_verified(tmp_path):
+    """EAGLE#301, ATOM#2318 (C060, C061): also rows of cells from before siblings and filters were written down."""
+    finished(tmp_path)
+    row = load_cells([tmp_path]).requests.iloc[0]
+    assert (row["temperature"], row["top_p"], row["top_k"], row["min_p"], row["repetition_penalty"]) == (1, 1, -1, 0, 1)
+    assert (row["rule"], row["gdn_backend"], row["siblings"]) == ("target_only", "solve", "top")
+
+
+def test_a_step_without_a_bound_is_empty_and_not_zero(tmp_path):
+    unbounded = trace("a")
+    unbounded.steps[0].expected_accepted = None
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(unbounded)
+    with CellWriter(tmp_path, digest="d") as writer:  # as after a kill
+        writer.finish(["a"], FACTS)
+    assert load_cells([tmp_path]).steps["expected_accepted"].isna().all()
+    assert pq.read_table(tmp_path / "steps.parquet")["expected_accepted"].null_count == 1
+
+
 def test_finals_replace_the_side_file(tmp_path):
     with CellWriter(tmp_path, digest="d") as writer:
         writer.add(trace("a"))

@@ -60,6 +60,8 @@ def test_after_any_accepted_path_the_context_equals_a_replay():
             line = prompt.tokens + emitted[: self.at - 1]
             replay = target(torch.tensor([line]))
             assert context.roots.tolist() == [emitted[self.at - 1]]
+            # what addresses the noise of drawn siblings
+            assert (context.root_positions.tolist(), context.indices.tolist()) == ([len(line)], [prompt.index])
             assert torch.allclose(context.target_hidden[0], replay.hidden[0, -1], atol=1e-4)
             fresh = drafter.new_cache(1, len(line) + 1)
             drafter.append(replay.taps, torch.tensor([len(line)]), fresh)

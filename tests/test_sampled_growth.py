@@ -9,7 +9,7 @@ from helpers import ToyLaw, chi_square_tail, paths_of
 from test_siblings import grow_by_hand
 from test_tree import ManyScorers, slots_of, toy_growth
 
-from tfm.acceptance import accept
+from tfm.acceptance import _TRAVERSAL_STREAM, accept
 from tfm.builder import Growth, MarginalScorer
 from tfm.marginals import Marginals
 from tfm.sampling import child_keys, next_tokens, root_keys, token_gumbel
@@ -117,6 +117,11 @@ def test_the_order_of_draws_is_without_replacement():
     # a slot's value is the mass that the draws before it left
     left = 1 - torch.tensor(probs)[ranks[:, 0]].cumsum(-1)
     torch.testing.assert_close(reach[:, 0, 1:].exp(), left[:, :-1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_draws_of_tree_and_rule_come_from_different_streams():
+    """A step draws its tree at the position where the step before may have drawn its traversal."""
+    assert len({0, _STREAM, _TRAVERSAL_STREAM}) == 3  # 0 is the target's noise
 
 
 def test_draws_are_independent_of_the_targets_tokens():
