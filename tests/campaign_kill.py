@@ -34,10 +34,10 @@ follows. Checks that all columns but times equal the undisturbed run's, that no 
 cells' logs name each prompt as it finishes), and that no process or lock is left. Writes --log, a line a kill, without
 host, user or absolute path. Last line of stdout: one JSON object. Exit 1 when a check fails.
 """
-SLICE = ["datasets=sample-math", "methods=ar,dflash,tfm", "prompts=6", "max_new_tokens=48", "temperatures=1", "seeds=0"]
-SLICE += [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths", "audit")]
-SLICE += ["budgets=16", "requests=3", "stages=false", "tables=headline,per_set,sweeps,paired"]
-SLICE += ["figures=tau"]
+SLICE = ["datasets=sample-math", "methods=ar,tfm", "prompts=6", "max_new_tokens=48", "temperatures=1", "seeds=0"]
+SLICE += [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths", "residuals", "audit")]
+SLICE += ["budgets=16", "requests=3", "stages=false", "tables=headline,per_set,sweeps", "figures=tau"]
+TARGET = "results/nano/summary.json"  # prompts, cells and tables
 # imported by every Python of a run: notes each prompt's record once it is on disk. Snakemake removes the log of a job
 # that it runs again, so the cells' own logs do not tell what was decoded before
 HOOK = """
@@ -166,7 +166,7 @@ def differences(reference: Path, folder: Path) -> list[str]:
 
 def campaign(options: argparse.Namespace, work: Path, say) -> int:
     """Run all kills; return how many failed."""
-    arguments = ("--cores", str(options.cores), "--config", *SLICE)
+    arguments = ("--cores", str(options.cores), TARGET, "--config", *SLICE)
     undisturbed = Run(checkout(work / "undisturbed", ROOT / "tfm/weights/nano"), arguments)
     start = time.monotonic()
     with undisturbed.start() as driver:
@@ -214,7 +214,7 @@ def main() -> int:
     commit = facts["git"]["commit"] + (" and uncommitted changes" if facts["git"]["dirty"] else "")
     say(f"kill campaign of {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {commit}")
     say(f"python {facts['python']}, torch {facts['packages']['torch']}, {options.cores} cores, seed {options.seed}")
-    say(f"slice of suite nano: {' '.join(SLICE)}")
+    say(f"snakemake {TARGET} --config {' '.join(SLICE)}")
     with tempfile.TemporaryDirectory() as work:
         failures = campaign(options, Path(work), say)
     say(f"{2 * options.moments} kills, {failures} failures")

@@ -43,10 +43,12 @@ def environment_of(*folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def snakemake(folder: Path, *arguments: str, config=(), expect: int | None = 0) -> str:
-    """Run Snakemake in a folder; return everything it printed."""
+def snakemake(folder: Path, *arguments: str, config=(), expect: int | None = 0, cwd: Path | None = None) -> str:
+    """Run Snakemake in a checkout, or from `cwd`; return everything it printed."""
     call = [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *(["--config", *config] if config else [])]
-    done = subprocess.run(call, cwd=folder, env=environment_of(folder), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        call, cwd=cwd or folder, env=environment_of(folder), capture_output=True, text=True, timeout=600
+    )
     text = done.stdout + done.stderr
     assert expect is None or done.returncode == expect, text[-4000:]
     return text
