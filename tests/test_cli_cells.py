@@ -281,7 +281,6 @@ def test_a_suite_without_a_config_is_known_from_its_plan(capsys, results, cells)
         pytest.param(["--configfile", "none.yaml"], "none.yaml does not exist", id="configfile"),
         pytest.param(["--configfile", "workflows/config/datasets.yaml"], "no key suite", id="no_suite_config"),
         pytest.param(["--results", "nowhere"], "results: nowhere is no folder", id="results"),
-        pytest.param(["--results", "results/published"], "nano is a published suite", id="published"),
         pytest.param(["--where", "metod==tfm"], "'metod' is no field; did you mean method? fields: state,", id="where"),
     ],
 )

@@ -32,6 +32,8 @@ def checkout(folder: Path, weights: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "weights"))
     shutil.copy(ROOT / "Snakefile", folder)
     (folder / "kernels").symlink_to(ROOT / "kernels")
+    # the copy's own, whatever checkout is installed
+    (folder / "tfm_kernels").symlink_to(ROOT / "kernels")
     (folder / "tfm/weights").mkdir()
     (folder / "tfm/weights/nano").symlink_to(weights)
     return folder

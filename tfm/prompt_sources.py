@@ -4,8 +4,10 @@ A run names its source. None of the loaders falls back to another; each raises V
 expected and the remedy.
 """
 
+import csv
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -76,17 +78,32 @@ def load_directory(pins: dict, name: str, data: Path | str) -> PromptSet:
 
 
 def load_hub(pins: dict, name: str, *, load_dataset: Callable | None = None) -> PromptSet:
-    """Load one of the paper's sets at its pinned revision through `datasets.load_dataset`."""
+    """Load one of the paper's sets at its pinned revision through `datasets.load_dataset`.
+
+    A `data_files` that is a plain path names a frozen copy, JSON lines or CSV in the hub's columns. A pinned `sha256`,
+    of the rows as JSON, must be that of the rows found.
+    """
     entry = require_pinned(pins, name)
-    if load_dataset is None:
+    if load_dataset is None and not is_frozen(entry):
         from datasets import load_dataset  # seconds to import, and absent where only cells run
     if entry.get("builder") == "sharechat":
         rows = rebuild_sharechat(lambda url: _fetch(load_dataset, name, entry, data_files=url), entry)
     else:
         records = _fetch(load_dataset, name, entry, data_files=entry.get("data_files"))
         rows = [_hub_row(record, index, name, entry) for index, record in enumerate(records)]
-    content = "".join(json.dumps([row.id, row.turns, row.category]) + "\n" for row in rows).encode()
-    return _prompt_set(name, "hub", entry, rows, _sha256(content), revision=entry["revision"])
+    actual = _sha256("".join(json.dumps([row.id, row.turns, row.category]) + "\n" for row in rows).encode())
+    loaded = _prompt_set(name, "hub", entry, rows, actual, revision=entry["revision"])
+    if entry.get("sha256") not in (None, actual):
+        raise ValueError(
+            f"sha256: the rows of {name} differ from their pin: expected {entry['sha256']}, actual {actual}; restore "
+            f"the set, or if the change is meant set hub.{name}.sha256 in workflows/config/datasets.yaml"
+        )
+    return loaded
+
+
+def is_frozen(entry: dict) -> bool:
+    """Return whether a hub set is read from files of this machine instead of from the hub."""
+    return bool(entry.get("data_files")) and "://" not in entry["data_files"]
 
 
 def parse_rows(content: bytes, name: str, entry: dict) -> list[PromptRow]:
@@ -146,12 +163,22 @@ def _fetch(load_dataset: Callable, name: str, entry: dict, *, data_files: str | 
             return load_dataset(entry["repo"], entry.get("config"), split=entry["split"], revision=revision)
         # the revision is part of the address here
         kind = "csv" if data_files.endswith(".csv") else "json"
+        if "://" not in data_files:
+            return _read_frozen(Path(data_files.format(revision=revision)), kind)
         return load_dataset(kind, data_files=data_files.format(revision=revision), split=entry.get("split", "train"))
     except Exception as error:  # whatever the client raises; there is no other place to take the set from
         raise ValueError(
             f"dataset: {name} at revision {revision} could not be loaded ({type(error).__name__}: {error}); "
             "check the connection to the hub, or use local files with data=DIR"
         ) from error
+
+
+def _read_frozen(path: Path, kind: str) -> list[dict]:
+    with open(path, encoding="utf-8", newline="") as file:
+        if kind == "json":
+            return [json.loads(line) for line in file if line.strip()]
+        csv.field_size_limit(sys.maxsize)  # an answer is longer than the default limit
+        return [{key: value or None for key, value in record.items()} for record in csv.DictReader(file)]
 
 
 def _prompt_set(

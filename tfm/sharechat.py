@@ -47,10 +47,14 @@ class Conversation:
 
 
 def rebuild_sharechat(fetch: Callable[[str], Iterable[dict]], entry: dict) -> list[PromptRow]:
-    """Return the 500 rows in the benchmark's order. `fetch(address)` yields the records of one CSV file."""
+    """Return the 500 rows in the benchmark's order. `fetch(address)` yields the records of one CSV file.
+
+    A `data_files` in the pin is the address in place of the hub's, with {platform} in it.
+    """
     conversations: list[Conversation] = []
     for platform in PLATFORMS:
-        address = FILE.format(repo=entry["repo"], revision=entry["revision"], platform=platform)
+        names = {"repo": entry.get("repo"), "revision": entry["revision"], "platform": platform}
+        address = (entry.get("data_files") or FILE).format(**names)
         conversations += read_conversations(fetch(address), platform)
     return [
         PromptRow(

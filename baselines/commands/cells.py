@@ -114,11 +114,6 @@ def check_checkout() -> None:
 
 def cells_of(name: str, configfile: Path | None, given: list[str], results: Path) -> list[dict]:
     """Return the resolved cells of a suite: from its config, or from the plan of its last run where there is none."""
-    if (results / name / "cells.json").exists():
-        raise ValueError(
-            f"results: {results / name} is a published suite, its records are packed in one file a kind and it has no "
-            "cells; read it with load_published of workflows/scripts/publish.py, or give a results folder"
-        )
     values = dict(parse_value(word) for word in given)
     path = configfile or WORKFLOWS / f"config/{name}.yaml"
     plan = results / name / "plan.json"

@@ -66,7 +66,8 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     parts = [
         f"{TITLES[name]}. {NOTES.get(name, '')}".strip(),
         f"Suite {config['suite']} on {devices}, engine {config['engine']}, target {config['family']}, "
-        f"{config['dtype']}, protocol {config['protocol']}; timed cells decode one request at a time.",
+        f"{config['dtype']}, protocol {config['protocol']}{_reasoning(config)}; "
+        "timed cells decode one request at a time.",
         f"Budget {budget} drafted nodes, {budget + 1} verified rows (the root is extra).",
         f"Prompts: {counts}; up to {config['max_new_tokens']} new tokens; intervals are 95 % bootstrap over prompts.",
     ]
@@ -75,6 +76,13 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     parts += [f"MIXED: {note}."] if note else []
     parts += [f"Open: {'; '.join(item['item'] for item in config['open'])}."] if config["open"] else []
     return " ".join(parts)
+
+
+def _reasoning(config: dict) -> str:
+    """Say which settings open a think block; nothing where none does."""
+    if True not in config["reasoning"]:
+        return ""
+    return ", reasoning on (-think)" + (" and off" if False in config["reasoning"] else "")
 
 
 def readable(frame: pd.DataFrame) -> pd.DataFrame:
