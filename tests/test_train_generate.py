@@ -50,7 +50,7 @@ def tiny_llama(vocab: int = 260, seed: int = 0) -> Llama:
 
 def logits_of(llama: Llama, tokens: list[int]) -> torch.Tensor:
     ids, places = torch.tensor([tokens]), torch.arange(len(tokens))[None]
-    cache = KvCache(CONFIG, 1, len(tokens), llama.weights["token_embd.weight"])
+    cache = KvCache.empty(CONFIG, 1, len(tokens), llama.weights["token_embd.weight"])
     return llama.logits(llama.forward(ids, places, cache, len(tokens)))[0]
 
 

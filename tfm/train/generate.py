@@ -69,7 +69,7 @@ class Sampler:
     def __init__(self, llama: Llama, *, end: int, requests: int, rows: int, device: str):
         self.llama, self.end, self.device = llama, end, device
         self.rows = -(-rows // ROWS_STEP) * ROWS_STEP
-        self.cache = KvCache(llama.config, requests, self.rows, llama.weights["token_embd.weight"])
+        self.cache = KvCache.empty(llama.config, requests, self.rows, llama.weights["token_embd.weight"])
         self.tokens = torch.zeros(requests, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
         self.alive = torch.zeros(requests, dtype=torch.bool, device=device)
@@ -103,9 +103,7 @@ class Sampler:
             padded = torch.tensor([row + [self.end] * (width - len(row)) for row in part], device=self.device)
             places = torch.arange(width, device=self.device).expand(len(part), -1)
             rows = slice(at, at + len(part))
-            own = KvCache.__new__(KvCache)
-            own.keys, own.values = self.cache.keys[:, rows], self.cache.values[:, rows]
-            hidden = self.llama.forward(padded, places, own, width)
+            hidden = self.llama.forward(padded, places, self.cache.part(rows), width)
             lengths = torch.tensor([len(row) for row in part], device=self.device)
             last.append(hidden[torch.arange(len(part), device=self.device), lengths - 1])
             self.positions[rows, 0] = lengths

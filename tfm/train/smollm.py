@@ -68,12 +68,22 @@ class ChatTokenizer:
         return [*turn, self.start, *self.encode("user\n")]
 
 
+@dataclass(frozen=True)
 class KvCache:
     """Keys and values [layers, R, kv heads, rows, head dim] of a static batch."""
 
-    def __init__(self, config: LlamaConfig, requests: int, rows: int, like: Tensor):
+    keys: Tensor
+    values: Tensor
+
+    @staticmethod
+    def empty(config: LlamaConfig, requests: int, rows: int, like: Tensor) -> "KvCache":
+        """Return room for `rows` tokens of `requests` requests, on the device and in the dtype of `like`."""
         shape = (config.layers, requests, config.kv_heads, rows, config.head_dim)
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        return KvCache(like.new_zeros(shape), like.new_zeros(shape))
+
+    def part(self, requests: slice) -> "KvCache":
+        """Return the cache of some of the requests, sharing memory."""
+        return KvCache(self.keys[:, requests], self.values[:, requests])
 
 
 class Llama:
