@@ -69,7 +69,7 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
     if not re.fullmatch("0|[1-9][0-9]*", str(seed)):
         raise ValueError(f"seed: {seed!r} is not allowed (allowed: an integer >= 0); write seed0, seed1, ...")
     seed = int(seed)
-    timed = parsed.staged or (parsed in headline(config) and seed == config["seeds"][0])
+    timed = parsed.staged or (config["timed"] and parsed in headline(config) and seed == config["seeds"][0])
     decode = _settings(config, parsed, temperature=temperature, seed=seed, requests=1 if timed else config["requests"])
     digests = weight_digests(config) if digests is None else digests
     parts = ("target", *METHODS[decode.method].parts_for(decode))

@@ -45,7 +45,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
     defaults = dict.fromkeys(("data", "width", "dartree_width", "depth", "swa_causal"))
-    defaults |= {"title": config["suite"], "checkpoints": {}, "servers": {}, "fixed": []}
+    defaults |= {"title": config["suite"], "checkpoints": {}, "servers": {}, "fixed": [], "timed": True}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job
     config |= {key: os.path.normpath(config[key]) for key in ("data", "weights") if config[key]}
