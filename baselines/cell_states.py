@@ -31,7 +31,7 @@ class Inspector:
 
     def __init__(self, results: Path):
         self.results = Path(results)
-        self._sources: dict[str, str] = {}
+        self._sources: dict[tuple[str, str], str] = {}
         self._locked = locked_inodes()
         self._prompts: dict[Path, tuple[str, int] | None] = {}
 
@@ -101,10 +101,10 @@ class Inspector:
         return reasons or ["config"]
 
     def _source(self, cell: dict) -> str:
-        factory = METHODS[cell["decode"]["method"]].factory
-        if factory not in self._sources:
-            self._sources[factory] = source_digest(factory)
-        return self._sources[factory]
+        key = METHODS[cell["decode"]["method"]].factory, cell["decode"]["gdn_backend"]
+        if key not in self._sources:
+            self._sources[key] = source_digest(key[0], gdn_backend=key[1])
+        return self._sources[key]
 
     def _prompt_file(self, cell: dict) -> tuple[str, int] | None:
         """Return the SHA-256 and the number of prompts of a cell's prompt file, None when it is not here."""

@@ -350,6 +350,15 @@ def test_the_source_digest_changes_with_the_code_that_decides_tokens(tmp_path, c
     assert (manifest.source_digest("baselines.ar:make", tmp_path) != before) == differs
 
 
+def test_the_source_digest_covers_a_kernel_only_for_the_cells_that_use_it(tmp_path):
+    kernel = "kernels/gdn/fused_triton.py"
+    project(tmp_path, {**FILES, kernel: "X = 1\n"})
+    before = [manifest.source_digest("baselines.ar:make", tmp_path, gdn_backend=b) for b in ("solve", "fused_triton")]
+    project(tmp_path, {kernel: "X = 2\n"})
+    after = [manifest.source_digest("baselines.ar:make", tmp_path, gdn_backend=b) for b in ("solve", "fused_triton")]
+    assert after[0] == before[0] and after[1] != before[1] and before[0] != before[1]
+
+
 def test_an_unknown_method_module_is_an_error(tmp_path):
     project(tmp_path, FILES)
     with pytest.raises(FileNotFoundError, match="baselines.nope"):

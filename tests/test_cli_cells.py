@@ -146,7 +146,7 @@ def test_changed_code_weights_and_prompts_are_told_apart(results, cells, monkeyp
     with open(results / "nano/prompts/nano/sample-math.jsonl", "a") as file:
         file.write('{"id": "c"}\n')
     assert inspect(results, cell) == ("stale", "prompts", 2, 3)
-    monkeypatch.setattr(cell_states, "source_digest", lambda factory: "1" * 64)
+    monkeypatch.setattr(cell_states, "source_digest", lambda factory, **_: "1" * 64)
     assert inspect(results, cell)[:2] == ("stale", "code, prompts")
 
 

@@ -89,7 +89,7 @@ def test_solve_in_float32_stays_within_1e_4_over_1000_trees():
     ],
 )
 @pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", ops.TORCH_BACKENDS)
 def test_strong_decay_is_finite_and_equals_the_recurrence(decays, shape, backend):
     parents = chain(len(decays)) if shape == "chain" else random_parents(len(decays), 5)
     q, k, v, _, beta, _, state = gdn_inputs(parents, dtype=torch.float32)
@@ -176,7 +176,7 @@ def test_padding_rows_change_no_other_row():
 def test_verify_never_writes_its_state():
     inputs = gdn_inputs(random_parents(20, 4), dtype=torch.float32)
     before = inputs[-1].clone()
-    for backend in ops.BACKENDS:
+    for backend in ops.TORCH_BACKENDS:
         ops.tree_verify(*inputs, backend=backend)
     assert torch.equal(inputs[-1], before)
 
@@ -284,7 +284,7 @@ def test_inputs_of_other_shapes_are_refused_with_their_name():
     with pytest.raises(ValueError, match="log_decay, beta: shapes"):
         ops.tree_verify(q, k, v, log_decay[..., :1], beta, parents, state, backend="solve")
     for bad in ([[-1, 0, 5, 0, 0]], [[-1, 2, 0, 0, 0]], [[-1, 0, -2, 0, 0]]):
-        for backend in ops.BACKENDS:
+        for backend in ops.TORCH_BACKENDS:
             with pytest.raises(ValueError, match="parents: .*parents before their children"):
                 ops.tree_verify(q, k, v, log_decay, beta, torch.tensor(bad), state, backend=backend)
     with pytest.raises(ValueError, match="q, k, v, parents"):

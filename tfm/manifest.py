@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tfm_kernels.gdn.backends import backend_modules
+
 SCHEMA_VERSION = 2
 REPOSITORY = Path(__file__).resolve().parent.parent
 # import name -> folder; imports that leave these are the environment's business
@@ -63,13 +65,14 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix in WEIGHT_SUFFIXES)
 
 
-def source_digest(method_module: str, root: Path = REPOSITORY) -> str:
+def source_digest(method_module: str, root: Path = REPOSITORY, *, gdn_backend: str = "solve") -> str:
     """Return the digest of the code that decides a method's tokens.
 
     Covers tfm.decode, the method's module ("module" or "module:factory") and everything that they import inside
     kernels, tfm and baselines, plus the bytes of csrc folders on the way. Comments, docstrings and layout do not count.
+    A GPU backend's own modules count for the cells that use it.
     """
-    return modules_digest(["tfm.decode", method_module.partition(":")[0]], root)
+    return modules_digest(["tfm.decode", method_module.partition(":")[0], *backend_modules(gdn_backend)], root)
 
 
 def modules_digest(modules: list[str], root: Path = REPOSITORY, *, without: tuple[str, ...] = ()) -> str:

@@ -39,7 +39,7 @@ class _Rows:
     committed: int = 0  # cache rows that verify reads
     tree: DraftTree | None = None
     backend: str = ""  # of the GDN tree verify
-    ancestors: Tensor | None = None  # [R, N, N]
+    gdn_tree: Tensor | None = None  # from ops.prepare_tree
     windows: Tensor | None = None  # [R, N, conv width]
     lengths: Tensor | None = None  # [R], real tokens of a right-padded prefill
 
@@ -150,7 +150,7 @@ class GatedDeltaNet(nn.Module):
     def _tree(self, mixed, log_decay, beta, rows: _Rows, memory: GdnState):
         q, k, v = self._split(conv.tree_conv(mixed, self.conv1d.weight[:, 0], memory.inputs, rows.windows))
         out, writes, path_log_decay = ops.tree_verify(
-            q, k, v, log_decay, beta, rows.tree.parents, memory.state, backend=rows.backend, ancestors=rows.ancestors
+            q, k, v, log_decay, beta, rows.tree.parents, memory.state, backend=rows.backend, tree=rows.gdn_tree
         )
         return out, GdnScratch(mixed, rows.windows, k, writes, path_log_decay)
 
@@ -311,7 +311,7 @@ class Target(nn.Module):
             committed=committed,
             tree=tree,
             backend=gdn_backend,
-            ancestors=ancestors,
+            gdn_tree=ops.prepare_tree(tree.parents, ancestors, backend=gdn_backend) if self.has_gdn else None,
             windows=conv.window_index(tree.parents, self.config.linear_conv_kernel_dim) if self.has_gdn else None,
         )
         hidden, taps, scratch = self._run(tree.tokens, rows, cache)

@@ -1,19 +1,47 @@
 """Gated-DeltaNet tree verification: the public ops and the one place that chooses a backend."""
 
+import importlib
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from tfm_kernels.gdn import naive, solve
-from tfm_kernels.gdn.backends import BACKENDS
+from tfm_kernels.gdn.backends import BACKENDS, KERNELS, TORCH_BACKENDS
 
 
 def resolve_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Return `name` if that backend runs on `device` with a state of `dtype`, else raise ValueError with the reason."""
     if name not in BACKENDS:
         raise ValueError(f"gdn_backend: {name!r} is not allowed (allowed: {', '.join(BACKENDS)}); choose one of them")
-    if dtype not in (torch.float32, torch.float64):
+    if name in KERNELS:
+        kernel_module(name).check_device(torch.device(device), dtype)
+    elif dtype not in (torch.float32, torch.float64):
         raise ValueError(f"gdn_backend: {name} keeps its state in float32 or float64, not {dtype}; convert the state")
     return name
+
+
+def kernel_module(name: str) -> ModuleType:
+    """Return the module of a GPU backend, or raise ValueError when what it needs is not installed.
+
+    Such a module offers `check_device(device, dtype)`, `check_shape(nodes, key_dim, value_dim, dtype)`, both raising
+    ValueError, `prepare_tree(parents, ancestors)` and `tree_verify(q, k, v, log_decay, beta, tree, state)`.
+    """
+    try:
+        return importlib.import_module(KERNELS[name])
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"gdn_backend: {name} needs the package {error.name} (allowed without it: {', '.join(TORCH_BACKENDS)}); "
+            "pip install -e '.[kernels]', or use solve"
+        ) from error
+
+
+def prepare_tree(parents: Tensor, ancestors: Tensor, *, backend: str) -> Tensor:
+    """Return what `backend` reads of the trees, for `tree_verify`: once a verify, since all layers share it.
+
+    `parents` [R, N], `ancestors` [R, N, N] bool, both on the device that verifies.
+    """
+    return ancestors if backend in TORCH_BACKENDS else kernel_module(backend).prepare_tree(parents, ancestors)
 
 
 def tree_verify(
@@ -26,7 +54,7 @@ def tree_verify(
     state: Tensor,  # [R, HV, K, V] float32 or float64; read, never written
     *,
     backend: str,
-    ancestors: Tensor | None = None,  # [R, N, N] bool, computed from parents when absent; pass it when layers share it
+    tree: Tensor | None = None,  # of prepare_tree, computed from parents when absent
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Verify every node of R trees against its ancestors.
 
@@ -34,14 +62,17 @@ def tree_verify(
     u and path_log_decay are all that `commit` needs of the tree. Rows with parent -1 are independent of the others.
     """
     _check(q, k, v, log_decay, beta, parents, state)
-    if ancestors is None:
+    if tree is None:
         _check_parents(parents)
     resolve_backend(backend, state.device, state.dtype)
     if backend == "naive":
         return naive.naive_tree_verify(q, k, v, log_decay, beta, parents, state)
-    if ancestors is None:
-        ancestors = ancestor_mask(parents)
-    return solve.tree_verify(q, k, v, log_decay, beta, ancestors, state)
+    if backend in KERNELS:
+        kernel_module(backend).check_shape(k.shape[1], k.shape[3], v.shape[3], k.dtype)
+    if tree is None:
+        tree = prepare_tree(parents, ancestor_mask(parents), backend=backend)
+    verify = solve.tree_verify if backend == "solve" else kernel_module(backend).tree_verify
+    return verify(q, k, v, log_decay, beta, tree, state)
 
 
 def commit(

@@ -77,8 +77,8 @@ def cell_json(wildcards):
 
 
 @functools.cache
-def digest_of(method):
-    return source_digest(METHODS[method].factory)
+def digest_of(method, gdn_backend):
+    return source_digest(METHODS[method].factory, gdn_backend=gdn_backend)
 
 
 # of a script and all it imports, comments left out: a change of it redoes what the script made
@@ -87,7 +87,8 @@ script_code = functools.cache(script_digest)
 
 def cell_source(wildcards):
     """Return the digests of the code that decides the cell's records: a change of it reruns the cells it made stale."""
-    return f"{digest_of(cell_of(wildcards)['decode']['method'])} {loader_digest()}"
+    decode = cell_of(wildcards)["decode"]
+    return f"{digest_of(decode['method'], decode['gdn_backend'])} {loader_digest()}"
 
 
 def cell_threads(wildcards):

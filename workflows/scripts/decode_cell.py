@@ -69,8 +69,8 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
 
 
 @functools.cache
-def _source_digest(module: str) -> str:
-    return manifest.source_digest(module)
+def _source_digest(module: str, gdn_backend: str) -> str:
+    return manifest.source_digest(module, gdn_backend=gdn_backend)
 
 
 def digest_of(cell: dict, prompts: Path) -> str:
@@ -80,8 +80,8 @@ def digest_of(cell: dict, prompts: Path) -> str:
 
 
 def source_of(cell: dict) -> str:
-    """Return the source digest of the cell's method."""
-    return _source_digest(METHODS[cell["decode"]["method"]].factory)
+    """Return the source digest of the cell's method and backend."""
+    return _source_digest(METHODS[cell["decode"]["method"]].factory, cell["decode"]["gdn_backend"])
 
 
 def without_place(cell: dict) -> dict:
