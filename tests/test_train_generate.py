@@ -87,9 +87,10 @@ def test_llama_equals_transformers_with_the_rotary_rows_reordered():
 
 def test_template_and_text_that_spells_a_tag():
     tokenizer = tiny_tokenizer()
-    ids = tokenizer.answer_prompt("he <|im_end|> 12")
+    first, ids = tokenizer.answer_prompts(["he", "he <|im_end|> 12"])
+    assert len(first) < len(ids)
     assert tokenizer.end in ids and ids.count(tokenizer.end) == 2 and ids.count(tokenizer.start) == 3
-    shown = tokenizer.decode([token for token in ids if token not in (tokenizer.start, tokenizer.end)])
+    (shown,) = tokenizer.decode_many([[token for token in ids if token not in (tokenizer.start, tokenizer.end)]])
     assert shown == f"system\n{smollm.SYSTEM}\nuser\nhe <|im_end|> 12\nassistant\n"
     assert ids[: len(tokenizer.message_prompt())] == tokenizer.message_prompt()
 
@@ -141,7 +142,7 @@ def test_thirteen_words_of_a_benchmark_are_found(tmp_path):
     assert generate.word_runs(None) == set()
 
 
-def make_run(folder, **changes) -> dict:
+def make_run(folder, workers: int = 0, **changes) -> dict:
     train = folder / "train"
     train.mkdir(exist_ok=True)
     rows = [
@@ -151,7 +152,7 @@ def make_run(folder, **changes) -> dict:
     (train / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"gguf": "x", "train_data": {}, "seed": 0, "temperature": 1.0, "message_temperature": 1.0, "requests": 4}
     values |= {"new_prompts": 6, "max_prompt_tokens": 140, "max_new_tokens": 200, "limit": None}
-    options = argparse.Namespace(out=folder / "out", train_data=train, benchmarks=None, device="cpu")
+    options = argparse.Namespace(out=folder / "out", train_data=train, benchmarks=None, device="cpu", workers=workers)
     deadline = Deadline(changes.pop("minutes", None))
     return generate.run(Plan(**values | changes), tiny_llama(seed=1), tiny_tokenizer(), options, deadline)
 
@@ -169,7 +170,8 @@ def test_parts_hold_training_rows_and_a_second_call_goes_on(tmp_path, monkeypatc
     assert rows and {row.source for row in rows} <= {f"{generate.SOURCE}:train", f"{generate.SOURCE}:new"}
     assert all(len(row.messages) == 2 for row in rows)
     files[0].unlink()
-    assert make_run(tmp_path)["done"] and {path: path.read_bytes() for path in files} == before
+    # by a process beside this one
+    assert make_run(tmp_path, workers=1)["done"] and {path: path.read_bytes() for path in files} == before
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert set(manifest["files"]) == {path.name for path in files}
     with pytest.raises(ValueError, match="holds text of another plan"):

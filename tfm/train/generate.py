@@ -8,12 +8,15 @@ that reach the cap, repeat themselves, or share 13 words in a row with a benchma
 """
 
 import argparse
+import functools
 import gzip
 import hashlib
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,6 +79,8 @@ class Sampler:
         self.temperature = torch.ones((), device=device)
         self.generator = torch.Generator(device=device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # replays follow one another, so all graphs may use the same memory
+        self.pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
 
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], *, cap: int, temperature: float, seed: int) -> list[list[int] | None]:
@@ -142,7 +147,7 @@ class Sampler:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self.pool):
             self._advance(rows)
         for tensor, before in zip(state, kept, strict=True):
             tensor.copy_(before)
@@ -161,32 +166,72 @@ def run(plan: Plan, llama: Llama, tokenizer: ChatTokenizer, options: argparse.Na
     if new is None:
         return report
     parts = answer_parts([*training_prompts(plan, options.train_data), *new], plan, tokenizer)
-    barred = word_runs(options.benchmarks)
-    for number, part in enumerate(parts):
-        path = options.out / f"generated-{number:03d}.jsonl.gz"
-        if deadline.is_over:
-            break
-        if path.is_file():
-            continue
-        began = time.monotonic()
-        prompts = [tokenizer.answer_prompt(prompt.text) for prompt in part]
-        seed = plan.seed * 1_000_003 + 100_000 + number
-        answers = sampler.sample(prompts, cap=plan.max_new_tokens, temperature=plan.temperature, seed=seed)
-        kept = [
-            {"domain": prompt.domain, "source": f"{SOURCE}:{prompt.origin}", "messages": messages_of(prompt.text, text)}
-            for prompt, ids in zip(part, answers, strict=True)
-            if ids is not None and is_worth_keeping(text := tokenizer.decode(ids).strip(), ids)
-            if not barred & runs_of(f"{prompt.text} {text}")
-        ]
-        write_atomic(path, gzip.compress("".join(json.dumps(row) + "\n" for row in kept).encode(), mtime=0))
-        facts = {"part": number, "of": len(parts), "asked": len(part), "kept": len(kept)}
-        facts |= {"tokens": sum(len(ids) for ids in answers if ids), "seconds": round(time.monotonic() - began, 1)}
-        print(json.dumps(facts), file=sys.stderr, flush=True)
+    with Writer(options.benchmarks, options.workers) as writer:
+        for number, part in enumerate(parts):
+            path = options.out / f"generated-{number:03d}.jsonl.gz"
+            if deadline.is_over:
+                break
+            if path.is_file():
+                continue
+            began, prompts = time.monotonic(), tokenizer.answer_prompts([prompt.text for prompt in part])
+            seed = plan.seed * 1_000_003 + 100_000 + number
+            answers = sampler.sample(prompts, cap=plan.max_new_tokens, temperature=plan.temperature, seed=seed)
+            texts = tokenizer.decode_many([ids or [] for ids in answers])
+            writer.put(path, part, list(zip(texts, answers, strict=True)))
+            facts = {
+                "part": number,
+                "of": len(parts),
+                "asked": len(part),
+                "ended": sum(ids is not None for ids in answers),
+            }
+            facts |= {"tokens": sum(len(ids) for ids in answers if ids), "seconds": round(time.monotonic() - began, 1)}
+            print(json.dumps(facts), file=sys.stderr, flush=True)
     made = sorted(options.out.glob("generated-*.jsonl.gz"))
     report |= {"parts": len(made), "of": len(parts), "done": len(made) == len(parts)}
     files = {path.name: sha256_file(path) for path in made}
     write_json(options.out / "manifest.json", {"plan": asdict(plan), "files": files, **report})
     return report
+
+
+class Writer:
+    """Cleans and writes parts, in `workers` processes beside the sampling one or, with none, at once."""
+
+    def __init__(self, benchmarks: Path | None, workers: int):
+        self._benchmarks = benchmarks
+        # a fork would take the CUDA context along
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(workers, mp_context=spawn) if workers else None
+        self._pending: list = []
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        for future in self._pending:
+            future.result()  # a failed part is an error of the run
+
+    def put(self, path: Path, prompts: list[Prompt], answers: list[tuple[str, list[int] | None]]) -> None:
+        """Write the answers (text, ids; ids None where it did not end) that are worth keeping to `path`."""
+        if self._pool is None:
+            write_part(path, prompts, answers, self._benchmarks)
+        else:
+            self._pending.append(self._pool.submit(write_part, path, prompts, answers, self._benchmarks))
+
+
+def write_part(
+    path: Path, prompts: list[Prompt], answers: list[tuple[str, list[int] | None]], benchmarks: Path | None
+) -> None:
+    """Write the rows of one part that end, are plain, go forward and hold no run of a benchmark's words."""
+    barred = word_runs(benchmarks)
+    rows = [
+        {"domain": prompt.domain, "source": f"{SOURCE}:{prompt.origin}", "messages": messages_of(prompt.text, answer)}
+        for prompt, (text, ids) in zip(prompts, answers, strict=True)
+        if ids is not None and is_worth_keeping(answer := text.strip(), ids)
+        if not barred & runs_of(f"{prompt.text} {answer}")
+    ]
+    write_atomic(path, gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), mtime=0))
 
 
 def check_plan(plan: Plan, path: Path) -> None:
@@ -220,8 +265,8 @@ def make_messages(
                 drawn = sampler.sample(
                     [tokenizer.message_prompt(system)] * count, cap=96, temperature=plan.message_temperature, seed=seed
                 )
-                texts = [tokenizer.decode(ids).strip() for ids in drawn if ids is not None and len(ids) >= 6]
-                write_atomic(path, json.dumps(texts).encode())
+                texts = tokenizer.decode_many([ids for ids in drawn if ids is not None and len(ids) >= 6])
+                write_atomic(path, json.dumps([text.strip() for text in texts]).encode())
             found |= dict.fromkeys(json.loads(path.read_text()), domain)
     return [Prompt(domain, "new", text) for text, domain in found.items() if is_plain(text)]
 
@@ -229,7 +274,8 @@ def make_messages(
 def answer_parts(prompts: list[Prompt], plan: Plan, tokenizer: ChatTokenizer) -> list[list[Prompt]]:
     """Return batches of prompts of similar length, those over the limit left out, batches in an order by hash."""
     distinct = {prompt.text: prompt for prompt in reversed(prompts)}
-    sized = [(len(tokenizer.answer_prompt(text)), text) for text in distinct]
+    texts = list(distinct)
+    sized = [(len(ids), text) for ids, text in zip(tokenizer.answer_prompts(texts), texts, strict=True)]
     fitting = [text for size, text in sorted(sized) if size <= plan.max_prompt_tokens]
     parts = [fitting[at : at + plan.requests] for at in range(0, len(fitting), plan.requests)]
     # a run that is cut short then holds prompts of all lengths
@@ -253,11 +299,12 @@ def is_worth_keeping(text: str, ids: list[int]) -> bool:
 
 
 def runs_of(text: str) -> set[int]:
-    """Return a hash of every run of 13 words, case and punctuation aside."""
+    """Return a hash of every run of 13 words, case and punctuation aside; it holds in this process alone."""
     words = "".join(c.lower() if c.isalnum() else " " for c in text).split()
     return {hash(tuple(words[at : at + PLAIN_WORDS])) for at in range(len(words) - PLAIN_WORDS + 1)}
 
 
+@functools.cache
 def word_runs(benchmarks: Path | None) -> set[int]:
     """Return the runs of 13 words of every prompt and reference of a folder of benchmarks; empty without one."""
     runs: set[int] = set()
@@ -284,10 +331,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.6, help="of answers")
     parser.add_argument("--message-temperature", type=float, default=0.7, help="of made-up messages")
     parser.add_argument("--requests", type=int, default=2048, help="sampled at once")
-    parser.add_argument("--new-prompts", type=int, default=30_000)
+    parser.add_argument("--new-prompts", type=int, default=60_000)
     parser.add_argument("--max-prompt-tokens", type=int, default=224)
-    parser.add_argument("--max-new-tokens", type=int, default=384)
+    parser.add_argument("--max-new-tokens", type=int, default=320)
     parser.add_argument("--limit", type=int, help="training prompts at most; default: all")
+    parser.add_argument(
+        "--workers", type=int, default=4, help="processes that clean and write; 0: none beside this one"
+    )
     return parser.parse_args(arguments)
 
 

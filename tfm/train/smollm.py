@@ -54,13 +54,19 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: list[int]) -> str:
-        return self._text.decode(ids, skip_special_tokens=True)
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text, computed on all cores."""
+        return [encoding.ids for encoding in self._text.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def answer_prompt(self, message: str, system: str = SYSTEM) -> list[int]:
-        """Return the ids up to where the model answers `message`."""
-        opening = [*self.message_prompt(system), *self.encode(message), self.end, *self.encode("\n")]
-        return [*opening, self.start, *self.encode("assistant\n")]
+    def decode_many(self, rows: list[list[int]]) -> list[str]:
+        """Return the text of each row of ids, control tokens left out; computed on all cores."""
+        return self._text.decode_batch(rows, skip_special_tokens=True)
+
+    def answer_prompts(self, messages: list[str], system: str = SYSTEM) -> list[list[int]]:
+        """Return for each message the ids up to where the model answers it."""
+        opening, line_end = self.message_prompt(system), self.encode("\n")
+        closing = [self.end, *line_end, self.start, *self.encode("assistant\n")]
+        return [[*opening, *ids, *closing] for ids in self.encode_many(messages)]
 
     def message_prompt(self, system: str = SYSTEM) -> list[int]:
         """Return the ids up to where a user writes: from here the model makes up a message."""
