@@ -13,7 +13,6 @@ import yaml
 from workflow_runs import ROOT, checkout, jobs, snakemake
 
 from baselines import suite
-from tfm import checkpoints
 from tfm.cells import load_cells
 from tfm.prompt_sources import load_hub
 from tfm.prompts import Preparation, prepare, select
@@ -247,13 +246,6 @@ def test_skipped_prompts_are_named_with_their_reason(finished):
 
 def test_a_second_call_does_nothing(finished):
     assert "Nothing to be done" in run(finished)
-
-
-def test_fused_and_split_projections_are_one_weaver(tmp_path):
-    for name, fused in (("a.pth", True), ("b.pth", False)):
-        paper_family.write_weaver(tmp_path / name, fused=fused)
-    one, other = (checkpoints.load_weaver(tmp_path / name).state_dict() for name in ("a.pth", "b.pth"))
-    assert all((one[name] == other[name]).all() for name in one)
 
 
 # failures
