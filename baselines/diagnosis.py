@@ -141,7 +141,8 @@ def kernels() -> Iterator[Finding]:
             try:
                 resolve_backend(name, torch.device(device), torch.float32)
             except ValueError as error:
-                yield Finding("kernels", where, "open", str(error).removeprefix("gdn_backend: "), {"runs": False})
+                text = re.sub(r"^gdn_backend: | \(allowed[^)]*\)", "", str(error))
+                yield Finding("kernels", where, "open", text, {"runs": False})
                 continue
             errors = {rows: kernel_error(name, device, rows) for rows in TREE_ROWS}
             is_right = all(error <= ALLOWED_ERROR for error in errors.values())  # false for NaN
@@ -216,7 +217,7 @@ def suites() -> Iterator[Finding]:
     import torch  # slow to import
 
     has_gpu = torch.cuda.is_available()
-    for path in sorted((WORKFLOWS / "config").glob("*.yaml")):
+    for path in sorted((WORKFLOWS / "config").glob("*.yaml"), key=lambda path: (path.stem != DEFAULT_SUITE, path)):
         raw = yaml.safe_load(path.read_text())
         if isinstance(raw, dict) and "suite" in raw:
             yield _suite(raw, has_gpu)
@@ -234,7 +235,7 @@ def _suite(raw: dict, has_gpu: bool) -> Finding:
     except ValueError as error:
         return Finding("suites", name, "bad", " ".join(str(error).split()), {"ready": False}, blocks=blocks)
     parts = [Path(folder).name for folder in missing_weights(config)]
-    needs = [f"{' and '.join(parts)} in {config['weights']}"] if parts else []
+    needs = [f"{' + '.join(parts)} in {config['weights']}"] if parts else []
     needs += ["a CUDA device"] if config["device"] == "cuda" and not has_gpu else []
     if config["source"] == "hub":
         names = unpinned(suite.pins(), config["datasets"])
