@@ -28,6 +28,7 @@ pathvars:
 
 
 include: "workflows/rules/cells.smk"
+include: "workflows/rules/measure.smk"
 include: "workflows/rules/report.smk"
 include: "workflows/rules/train.smk"
 

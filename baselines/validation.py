@@ -23,6 +23,9 @@ FIGURE_TABLES = {
     "latency": "latency",
     "acceptance_by_position": "acceptance_by_position",
     "sweeps": "sweeps",
+    "ceiling_position": "ceiling",
+    "ceiling_length": "ceiling",
+    "kernels": "kernels",
 }
 
 
@@ -44,7 +47,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         real = {**config.pop("real", {}), **(given or {})}
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
-    defaults = dict.fromkeys(("data", "width", "dartree_width", "depth", "swa_causal"))
+    defaults = dict.fromkeys(("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels"))
     defaults |= {"title": config["suite"], "checkpoints": {}, "servers": {}, "fixed": [], "timed": True}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job

@@ -23,6 +23,8 @@ SMALL = ["datasets=sample-math", "prompts=2", "max_new_tokens=6", "temperatures=
 EVERY_METHOD = "methods=ar,dflash,ddtree,dartree,tfm"
 NO_SWEEPS = [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths", "dartree_widths")]
 SLICE = [*SMALL, *NO_SWEEPS, EVERY_METHOD, "budget=8", "width=2", "dartree_width=3", "residuals=false"]
+SLICE += ["ceiling={prompts: 2, anchors: 1, continuations: 4}"]
+SLICE += ["kernels={rows: [5, 9], shapes: [chain, mixed], key_heads: 1, value_heads: 2, head_dim: 8, rounds: 2}"]
 SLICE += ["budgets=4", "audit=legacy_traversal,sampled-traversal"]
 
 

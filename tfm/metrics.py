@@ -5,6 +5,7 @@ throughput is (tokens, seconds). Prompts are the clusters: the seeds of one prom
 drawn, and comparisons use the ids present in both arms. No step, no token or no clock gives an empty number.
 """
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -77,18 +78,18 @@ def sums(table: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 def mean(table: pd.DataFrame, metric: str) -> Estimate:
     """Return the macro value: the plain mean over datasets of each dataset's value."""
-    return _estimate([sums(table, metric)], lambda a: a)
+    return estimate([sums(table, metric)], lambda a: a)
 
 
 def difference(one: pd.DataFrame, other: pd.DataFrame, metric: str) -> Estimate:
     """Return macro(one) - macro(other) over the prompts and seeds that both have, resampled together."""
-    return _estimate(_paired(sums(one, metric), sums(other, metric)), lambda a, b: a - b)
+    return estimate(_paired(sums(one, metric), sums(other, metric)), lambda a, b: a - b)
 
 
 def ratio(one: pd.DataFrame, other: pd.DataFrame, metric: str) -> Estimate:
     """Return macro(one) / macro(other), paired as in `difference`. For tok_s over ar's this is the speedup."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _estimate(_paired(sums(one, metric), sums(other, metric)), lambda a, b: a / b)
+        return estimate(_paired(sums(one, metric), sums(other, metric)), lambda a, b: a / b)
 
 
 def excess_over_bound(table: pd.DataFrame) -> Estimate:
@@ -173,7 +174,7 @@ def _share(steps: pd.DataFrame, hit: pd.Series) -> Estimate:
     frame.index = pd.MultiIndex.from_arrays(
         [np.zeros(len(steps), int), steps["dataset"].astype(str) + "/" + steps["id"].astype(str)], names=KEY
     )
-    return _estimate([frame], lambda a: a)
+    return estimate([frame], lambda a: a)
 
 
 def _paired(one: pd.DataFrame, other: pd.DataFrame) -> list[pd.DataFrame]:
@@ -181,8 +182,12 @@ def _paired(one: pd.DataFrame, other: pd.DataFrame) -> list[pd.DataFrame]:
     return [one.loc[shared], other.loc[shared]]
 
 
-def _estimate(arms: list[pd.DataFrame], combine) -> Estimate:
-    """Return combine(macro of each arm) with a percentile interval; all arms hold the same prompts."""
+def estimate(arms: list[pd.DataFrame], combine) -> Estimate:
+    """Return combine(macro of each arm) with a percentile interval; all arms hold the same prompts.
+
+    An arm has columns num and den and the index levels dataset and id; its macro is the mean over datasets of
+    sum(num) / sum(den). `combine` takes numbers, and arrays of resampled ones.
+    """
     arms = [arm.groupby(level=KEY, sort=True)[["num", "den"]].sum() for arm in arms]
     if arms[0].empty:
         return EMPTY
@@ -198,6 +203,7 @@ def _estimate(arms: list[pd.DataFrame], combine) -> Estimate:
     return Estimate(*(float(end) if np.isfinite(end) else float("nan") for end in (value, low, high)), len(arms[0]))
 
 
+@functools.cache
 def _resampling_weights(count: int, name: str) -> np.ndarray:
     """Return how often each of `count` prompts is drawn, [RESAMPLES, count]; the same for every metric and arm."""
     stream = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

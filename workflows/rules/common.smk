@@ -10,7 +10,7 @@ from pathlib import Path
 # this checkout first, whatever an editable install of another one says
 sys.path.insert(0, str(workflow.basedir))
 
-from baselines import suite
+from baselines import probes, suite
 from baselines.methods import METHODS
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
@@ -201,13 +201,50 @@ def lost_files():
         (config["figures"], "figures", FIGURE_FORMS),
     ]:
         files += [f"{head}/{folder}/{name}.{form}" for name in names for form in forms]
-    files += [f"{head}/plan.json", f"{head}/tables/captions.json"]
+    files += [f"{head}/plan.json", f"{head}/tables/captions.json", *probe_files()]
     finished = (head / "report.html").exists()
     return [
         file
         for file in files
         if not Path(file).exists()
         and (finished or Path(file).with_name("cell.json").exists())
+    ]
+
+
+def probe_json(probe):
+    """Return the resolved settings of a probe as JSON; null where the suite does not run it."""
+    wanted = probe in probes.planned(config)
+    return json.dumps(
+        probes.SETTINGS[probe](config) if wanted else None, sort_keys=True
+    )
+
+
+def probe_files():
+    """Return the records of everything that the suite measures beside its cells."""
+    names = [name for probe in probes.planned(config) for name in probes.FILES[probe]]
+    return [f"results/{config['suite']}/{name}" for name in names]
+
+
+def ceiling_cells(name):
+    """Return one file of each ar cell whose answers give anchors."""
+    wanted = "ceiling" in probes.planned(config)
+    return (
+        [f"{cell}/{name}" for cell in probes.ceiling(config)["cells"]] if wanted else []
+    )
+
+
+def ceiling_prompts():
+    """Return the prompt files of those answers."""
+    wanted = "ceiling" in probes.planned(config)
+    return probes.ceiling(config)["prompts_files"] if wanted else []
+
+
+def all_weights():
+    """Return the files of target, drafter and weaver that are here."""
+    return [
+        file
+        for part in probes.PARTS
+        for file in weight_files(Path(config["weights"]) / part)
     ]
 
 

@@ -30,6 +30,7 @@ rule make_tables:
         script="workflows/scripts/make_tables.py",
         plan="<results>/plan.json",
         cells=all_of_cells("cell.json"),
+        probes=probe_files(),
         prompts=prompt_manifests(),
     output:
         tables=collect(
@@ -75,13 +76,14 @@ rule compare_paper:
         expected="workflows/config/expected.yaml",
         summary="<results>/summary.json",
     output:
-        "<results>/compare.csv",
+        csv="<results>/compare.csv",
+        md="<results>/compare.md",
     log:
         "<results>/logs/compare_paper.log",
     params:
         code=script_code("compare_paper"),
     shell:
-        "python {input.script} --expected {input.expected} --summary {input.summary} --out {output} > {log} 2>&1"
+        "python {input.script} --expected {input.expected} --summary {input.summary} --out {output.csv} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"
 
 

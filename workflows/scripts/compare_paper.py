@@ -1,9 +1,10 @@
-"""Lay a suite's numbers beside the paper's in compare.csv. A difference is reported, never an error."""
+"""Lay a suite's numbers beside the paper's: the whole inventory in compare.csv, and readable in compare.md."""
 
 import argparse
 import csv
 import io
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -12,10 +13,26 @@ import yaml
 from tfm.manifest import write_atomic
 
 DESCRIPTION = """
-Reads expected.yaml and the suite's summary.json (in a folder named after the suite). Writes compare.csv: item, paper,
-ours, low, high, n, tolerance, status, reason. Last line of stdout: one JSON object.
+Reads expected.yaml and the suite's summary.json (in a folder named after the suite). Writes compare.csv, one row an
+item: row of the inventory, item, paper, ours, low, high, n, tolerance, status, reason, source; compare.md is the same.
+status is pass, fail, not comparable (with the reason) or open (with what it needs). A difference is reported, never an
+error. Last line of stdout: one JSON object.
 """
-COLUMNS = ("item", "unit", "paper", "ours", "low", "high", "n", "tolerance", "status", "reason", "source")
+COLUMNS = (
+    "row",
+    "what",
+    "item",
+    "unit",
+    "paper",
+    "ours",
+    "low",
+    "high",
+    "n",
+    "tolerance",
+    "status",
+    "reason",
+    "source",
+)
 
 
 def compare(expected: dict, summary: dict, suite: str) -> list[dict]:
@@ -25,29 +42,77 @@ def compare(expected: dict, summary: dict, suite: str) -> list[dict]:
         why_not = expected["not_comparable"].get(suite, f"suite {suite} is not the paper's configuration")
     rows = []
     for item in expected["items"]:
-        ours = summary.get(item["ours"]) or {}
-        row = {"item": item["item"], "unit": item["unit"], "paper": item["paper"], "source": item["source"]}
+        ours = measured(item, summary)
+        row = {"row": item["row"], "what": expected["rows"][item["row"]], "item": item["item"], "unit": item["unit"]}
+        row |= {"paper": item["paper"], "source": item["source"], "tolerance": tolerance(item)}
         row |= {"ours": ours.get("value"), "low": ours.get("low"), "high": ours.get("high"), "n": ours.get("n")}
-        row["tolerance"] = f"{item['low']} to {item['high']}"
-        row["status"], row["reason"] = _status(item, ours.get("value"), why_not)
+        row["status"], row["reason"] = _status(item, ours, why_not)
         rows.append(row)
     return rows
 
 
-def _status(item: dict, value: float | None, why_not: str | None) -> tuple[str, str]:
-    if value is None:
+def measured(item: dict, summary: dict) -> dict:
+    """Return the entry of the summary that an item names, the first one with a value of several; empty for none."""
+    names = item["ours"] if isinstance(item["ours"], list) else [item["ours"]]
+    entries = [summary[name] for name in names if summary.get(name)]
+    return next((entry for entry in entries if entry.get("value") is not None), {})
+
+
+def tolerance(item: dict) -> str:
+    """Return the pass band in words."""
+    low, high = item.get("low"), item.get("high")
+    if low is None and high is None:
+        return ""
+    if item.get("test") == "interval":
+        return f"interval above {low:g}" if low is not None else f"interval not above {high:g}"
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}" if low != high else f"{low:.12g}"
+    return f"at least {low:g}" if low is not None else f"at most {high:g}"
+
+
+def _status(item: dict, ours: dict, why_not: str | None) -> tuple[str, str]:
+    if "no_data" in item:
+        return "not comparable", item["no_data"]
+    if ours.get("value") is None:
         return "open", f"needs {item.get('needs', 'a run of this item')}"
-    if why_not:
+    if item["per"] != "any" and why_not:
         return "not comparable", why_not
-    inside = item["low"] <= value <= item["high"]
-    return ("pass", "") if inside else ("fail", f"outside {item['low']} to {item['high']}")
+    if not tolerance(item):
+        return "not comparable", "no value of the paper was read"
+    value, (low, high) = ours["value"], (item.get("low", -math.inf), item.get("high", math.inf))
+    if item.get("test") == "interval":
+        ends = ours.get("low"), ours.get("high")
+        if None in ends:
+            return "open", "needs more prompts: the number has no interval"
+        # a band with a low end asks for all of the interval, one with a high end only allows some of it
+        if (ends[0] > low) if "low" in item else (ends[0] <= high):
+            return "pass", ""
+        if "low" in item and ends[1] >= low:
+            return "open", f"needs more prompts: the interval {ends[0]:.3g} to {ends[1]:.3g} holds {low:g}"
+        return "fail", f"the interval {ends[0]:.3g} to {ends[1]:.3g} is outside: {tolerance(item)}"
+    return ("pass", "") if low <= value <= high else ("fail", f"{value:.3g} is outside: {tolerance(item)}")
+
+
+def to_markdown(rows: list[dict]) -> str:
+    """Return the inventory as a Markdown table."""
+    lines = ["| " + " | ".join(COLUMNS[:-1]) + " |", "|" + " --- |" * (len(COLUMNS) - 1)]
+    for row in rows:
+        cells = [_shown(row[name]).replace("|", "\\|") for name in COLUMNS[:-1]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--expected", required=True, type=Path, help="workflows/config/expected.yaml")
     parser.add_argument("--summary", required=True, type=Path, help="summary.json of the suite")
-    parser.add_argument("--out", required=True, type=Path, help="compare.csv")
+    parser.add_argument("--out", required=True, type=Path, help="compare.csv; compare.md is written beside it")
     options = parser.parse_args()
     expected, summary = yaml.safe_load(options.expected.read_text()), json.loads(options.summary.read_text())
     rows = compare(expected, summary, options.summary.resolve().parent.name)
@@ -56,11 +121,9 @@ def main() -> int:
     writer.writeheader()
     writer.writerows(rows)
     write_atomic(options.out, text.getvalue().encode())
-    print(
-        json.dumps(
-            {status: sum(row["status"] == status for row in rows) for status in sorted({r["status"] for r in rows})}
-        )
-    )
+    write_atomic(options.out.with_suffix(".md"), to_markdown(rows).encode())
+    statuses = [row["status"] for row in rows]
+    print(json.dumps({status: statuses.count(status) for status in sorted(set(statuses))}))
     return 0
 
 

@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.ticker import MaxNLocator
+from probe_figures import PROBE_CAPTIONS, PROBE_FIGURES
 
 from baselines.suite import FIGURE_TABLES
 
@@ -44,6 +45,7 @@ CAPTIONS = {
     "latency": "Time of one step by stage, from cells with stage timing.",
     "acceptance_by_position": "Acceptance by draft position, with 95 % intervals.",
     "sweeps": "Tokens a step and accepted drafts along each sweep, 95 % intervals.",
+    **PROBE_CAPTIONS,
 }
 
 LABELS_OF_KNOBS = {
@@ -121,7 +123,15 @@ FIGURES = {
     "latency": latency,
     "acceptance_by_position": acceptance_by_position,
     "sweeps": sweeps,
+    **{name: lambda tables, name=name: _probe(tables, name) for name in PROBE_FIGURES},
 }
+
+
+def _probe(tables: Path, name: str) -> plt.Figure:
+    frame = _read(tables, FIGURE_TABLES[name])
+    if len(frame) == 1 and len(reason := str(frame["reason"].iloc[0])) > 3:
+        return _nothing(reason)
+    return PROBE_FIGURES[name](frame, _read(tables, "ceiling_claims") if name == "ceiling_length" else None)
 
 
 def save(figure: plt.Figure, out: Path, name: str, caption: str) -> None:

@@ -1,4 +1,4 @@
-"""Write a suite's report page: one self-contained HTML file with numbers, figures, what was not run, and provenance."""
+"""Write a suite's report page: one self-contained HTML file with numbers, figures, what is open, and provenance."""
 
 import argparse
 import base64
@@ -8,162 +8,317 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from make_tables import TITLES, readable
+from captions import TITLES
+from make_tables import readable
+from report_html import STYLE, anchor, chip, code, facts, folded, number, plain_table, table, with_interval
 
-from baselines.suite import FIGURE_TABLES
+from baselines.suite import FIGURE_TABLES, setting_name
 from tfm.manifest import write_atomic
 
 DESCRIPTION = """
 Reads plan.json, manifest.json and, beside them, the tables, figures, compare.csv and summary.json. Writes --out, a page
 that needs no script and no network. Last line of stdout: one JSON object.
 """
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --page: #ffffff; --line: #d0d7de; --band: #f3f5f7; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9aa5b1; --page: #14181d; --line: #343b44; --band: #1d232a; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 72rem; padding: 1rem 1rem 4rem; background: var(--page); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 1rem 0 .25rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
-p, li { max-width: 46rem; } .soft, figcaption, caption { color: var(--soft); font-size: .875rem; }
-caption { caption-side: top; text-align: left; padding-bottom: .4rem;
-  position: sticky; left: 0; width: min(46rem, calc(100vw - 2rem)); }
-.scroll { overflow-x: auto; } .scroll:focus-visible { outline: 2px solid #0072b2; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .875rem; }
-th, td { padding: .3rem .7rem .3rem 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
-td.long { white-space: normal; min-width: 16rem; } tbody tr:nth-child(even) { background: var(--band); }
-figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
-details { margin: .75rem 0; } summary { cursor: pointer; } code { font-size: .85em; overflow-wrap: anywhere; }
-"""
-HEADLINE = ["variant", "setting", "tok_s", "speedup", "tau", "accepted", "n"]
+METHODS = {"ar": "autoregressive", "dflash": "DFlash chain", "ddtree": "DDTree", "dartree": "DARTree"}
+METHODS |= {"tfm": "DFlash-TfM"}
+SECTIONS = {
+    "headline": "Headline",
+    "lossless": "Losslessness",
+    "figures": "Figures",
+    "paper": "Beside the paper",
+    "doubts": "What to doubt",
+    "open": "What was not run",
+    "tables": "Tables",
+    "source": "Where the numbers come from",
+}
 
 
 def page(folder: Path, plan: dict, manifest: dict) -> str:
     """Return the HTML of a suite's report."""
-    config = plan["config"]
-    title = html.escape(config["title"])
-    devices = html.escape(", ".join(sorted({device["name"] for device in manifest["devices"]})))
+    config, title = plan["config"], html.escape(plan["config"]["title"])
+    parts = {
+        "headline": headline(folder, config),
+        "lossless": lossless(folder, config),
+        "figures": figures(folder, config),
+        "paper": comparison(folder),
+        "doubts": doubts(folder, config),
+        "open": not_run(config, manifest),
+        "tables": details(folder, config, manifest),
+        "source": provenance(manifest),
+    }
+    parts = {name: body for name, body in parts.items() if body}
+    links = "".join(f'<a href="#{name}">{SECTIONS[name]}</a>' for name in parts)
+    sections = [
+        f'<section id="{name}"><h2>{SECTIONS[name]}</h2>{"".join(body)}</section>' for name, body in parts.items()
+    ]
     return "\n".join(
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title><style>{STYLE}</style></head><body>",
-            f"<h1>{title}</h1>",
-            f'<p class="soft">Suite <code>{config["suite"]}</code>, {len(plan["cells"])} cells on {devices}.</p>',
-            *headline(folder, config),
-            *figures(folder, config),
-            *details(folder, config),
-            *comparison(folder),
-            *not_run(config, manifest),
-            *provenance(manifest),
+            f"<header><h1>{title}</h1>{origin(plan, manifest)}</header><nav aria-label='sections'>{links}</nav>",
+            *sections,
             "</body></html>",
         ]
     )
 
 
+def origin(plan: dict, manifest: dict) -> str:
+    """Return in one line what was run where, when and by which code."""
+    config = plan["config"]
+    devices = html.escape(", ".join(sorted({device["name"] for device in manifest["devices"]})))
+    commits = sorted({str(facts["git"]["commit"])[:10] for facts in manifest["environments"]})
+    days = sorted({cell["ended"][:10] for cell in manifest["cells"].values()})
+    return (
+        f'<p class="soft">Suite {code(config["suite"])}: {len(plan["cells"])} cells on {devices}, target '
+        f"{html.escape(config['family'])}, {config['dtype']}, {' to '.join(sorted({*days[:1], *days[-1:]}))}, code "
+        f"{', '.join(map(code, commits))}. Every number is a link away from the cells that it was computed from.</p>"
+    )
+
+
 def headline(folder: Path, config: dict) -> list[str]:
-    """Return the short headline table and the paired differences in words."""
+    """Return the result in words, the headline table with intervals, and the paired differences."""
     if "headline" not in config["tables"]:
         return []
-    frame = readable(pd.read_csv(folder / "tables/headline.csv"))
+    frame = pd.read_csv(folder / "tables/headline.csv")
     summary = json.loads((folder / "summary.json").read_text())
-    lines = []
-    for name, entry in summary.items():
-        if name.startswith("diff_accepted_") and entry["value"] is not None:
-            one, other, setting = name.removeprefix("diff_accepted_").split("_", 2)
-            above = "above zero" if (entry["low"] or 0) > 0 else "not above zero"
-            lines.append(
-                f"<li>{one} over {other} at {setting}: {entry['value']:+.3f} accepted drafts a step "
-                f"[{_shown(entry['low'])}, {_shown(entry['high'])}], n = {entry['n']}, {above}</li>"
-            )
-    notes = [f"<p>Paired differences, macro over sets, 95 % intervals:</p><ul>{''.join(lines)}</ul>"] if lines else []
-    columns = [column for column in HEADLINE if column in frame]
-    return ["<h2>Headline</h2>", table(frame[columns], _caption(folder, "headline")), *notes]
+    rows = []
+    for row in frame.to_dict("records"):
+        method = row["variant"].split("-")[0]
+        link = f'<a href="#{anchor("cells", row["variant"], row["setting"])}">{METHODS[method]}</a>'
+        values = [with_interval(row.get(key), row.get(f"{key}_low"), row.get(f"{key}_high")) for key in COLUMNS]
+        same = "" if pd.isna(row.get("compared")) else f"{row['same_as_ar']:.0f} of {row['compared']:.0f}"
+        notes = "; ".join(str(row[key]) for key in ("flag", "reason") if key in row and not pd.isna(row[key]))
+        rows.append([_temperature(row["setting"]), link, code(row["variant"]), *values, same, number(row.get("n"))])
+        rows[-1].append(html.escape(notes))
+    head = ["setting", "method", "variant", *COLUMNS.values(), "same as ar", "prompts", "notes"]
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    numbers = [*COLUMNS.values(), "prompts"]
+    note = (
+        "tau: new tokens a step, the bonus token included; accepted: drafts a step without it. Macro over prompt sets, "
+        "95 % intervals over prompts. A method's name leads to its cells; exact definitions stand under Tables."
+    )
+    return [in_words(summary, config), table(head, rows, caption=note, numbers=numbers, cards=True), *pairs(folder)]
+
+
+COLUMNS = {"tau": "tau", "accepted": "accepted", "tok_s": "tokens/s", "speedup": "speedup over ar"}
+
+
+def in_words(summary: dict, config: dict) -> str:
+    """Return the main result as a sentence, from the summary alone."""
+    setting = setting_name(max(config["temperatures"]), reasoning=config["reasoning"][0])
+    mark = setting.upper().replace("-", "_")
+    tau = summary.get(f"tau_tfm_{mark}") or {}
+    if tau.get("value") is None:
+        return ""
+    text = f"At {_temperature(setting)} DFlash-TfM emits {_said(tau)} tokens a step"
+    ratios = [(f"ratio_tau_tfm_{other}_{mark}", METHODS[other]) for other in ("dflash", "ddtree", "dartree")]
+    known = [(_said(summary[key]), name) for key, name in ratios if (summary.get(key) or {}).get("value") is not None]
+    text += ", " + " and ".join(f"{value} times the {name}'s" for value, name in known) if known else ""
+    speed = summary.get(f"speedup_tfm_{mark}") or {}
+    if speed.get("value") is not None:
+        text += f"; its speed is {_said(speed)} times autoregressive decoding's on this machine"
+    return f"<p>{text}.</p>"
+
+
+def pairs(folder: Path) -> list[str]:
+    """Return the paired differences between methods, macro over sets."""
+    path = folder / "tables/paired.csv"
+    if not path.exists():
+        return []
+    frame = pd.read_csv(path)
+    if "pair" not in frame:
+        return []
+    rows = []
+    for (setting, pair), part in frame[frame["dataset"] == "macro"].groupby(["setting", "pair"], sort=False):
+        one, other = (METHODS[name] for name in pair.split(" - "))
+        cells, by_metric = [], part.set_index("metric")
+        for metric, kind in (("accepted", "difference"), ("accepted", "ratio"), ("tau", "ratio"), ("tok_s", "ratio")):
+            row = by_metric.loc[metric] if metric in by_metric.index else {}
+            cells.append(with_interval(row.get(kind), row.get(f"{kind}_low"), row.get(f"{kind}_high")))
+        rows.append([_temperature(setting), f"{one} over {other}", *cells, number(by_metric["n"].iloc[0])])
+    head = ["setting", "pair", "accepted, difference", "accepted, ratio", "tau, ratio", "tokens/s, ratio", "prompts"]
+    note = "The same prompts and seeds in both arms, resampled together."
+    return ["<h3>Paired on the same prompts</h3>", table(head, rows, caption=note, numbers=head[2:], cards=True)]
+
+
+def lossless(folder: Path, config: dict) -> list[str]:
+    """Return where token identity was measured, what is expected elsewhere, and the command that checks it."""
+    summary = json.loads((folder / "summary.json").read_text())
+    same, rows = summary.get("same_as_ar_share") or {}, []
+    for dtype, expected in (
+        ("float32", "identical"),
+        ("bfloat16", "identical but for near ties of the two best scores"),
+    ):
+        found = "not measured in this suite"
+        if dtype == config["dtype"] and same.get("value") is not None:
+            found = f"{round(same['value'] * same['n'])} of {same['n']} outputs identical to ar's"
+        rows.append([dtype, found, expected])
+    rules = [
+        [code(name), with_interval(entry["value"], entry["low"], entry["high"])]
+        for name in ("target_only", "traversal", "legacy_traversal")
+        if (entry := summary.get(f"excess_{name}"))
+    ]
+    note = "Accepted drafts a step beyond what any lossless rule can reach; legacy_traversal is lossy and shows it."
+    audit = [table(["rule", "excess over the bound"], rules, caption=note, numbers=["excess over the bound"])]
+    check = "pytest tests/test_nano.py -k emits_the_tokens_of_ar"
+    return [
+        "<p>The noise of a token is a function of seed, prompt and position, so that every lossless method emits "
+        f"autoregressive decoding's tokens at any temperature. {code(check)} runs the check; in float32 it expects no "
+        "difference.</p>",
+        table(["type", "measured here", "expected"], rows),
+        *(audit if rules else []),
+    ]
 
 
 def figures(folder: Path, config: dict) -> list[str]:
-    """Return every figure inline with its own caption; the long one stands once, at the table."""
-    parts = ["<h2>Figures</h2>"]
+    """Return every figure inline with its own caption and a link to the table it is drawn from."""
+    parts = []
     for name in config["figures"]:
         data = base64.b64encode((folder / f"figures/{name}.svg").read_bytes()).decode()
         short = (folder / f"figures/{name}.txt").read_text().partition("\n")[0]
-        source = f"<code>tables/{FIGURE_TABLES[name]}.csv</code>"
-        text = f"{html.escape(short)} Counts and conditions: under Tables, {source}."
-        alt = html.escape(short.removesuffix("."))
-        image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{data}">'
-        parts.append(f"<figure>{image}<figcaption>{text}</figcaption></figure>")
-    return parts
-
-
-def details(folder: Path, config: dict) -> list[str]:
-    """Return every table in full, folded."""
-    parts = ["<h2>Tables</h2>"]
-    for name in config["tables"]:
-        body = table(readable(pd.read_csv(folder / f"tables/{name}.csv")), _caption(folder, name))
-        parts.append(f"<details><summary>{TITLES[name]} (<code>tables/{name}.csv</code>)</summary>{body}</details>")
+        source = FIGURE_TABLES[name]
+        link = f'<a href="#{anchor("table", source)}">numbers, counts and conditions</a>'
+        image = f'<img alt="{html.escape(short.removesuffix("."))}" src="data:image/svg+xml;base64,{data}">'
+        text = f"<figcaption>{html.escape(short)} {link}</figcaption>"
+        parts.append(f'<figure id="{anchor("figure", name)}">{image}{text}</figure>')
     return parts
 
 
 def comparison(folder: Path) -> list[str]:
-    """Return the table beside the paper's numbers."""
-    frame = readable(pd.read_csv(folder / "compare.csv").rename(columns={"low": "ours_low", "high": "ours_high"}))
-    return [
-        "<h2>Beside the paper</h2>",
-        table(frame, "Items of the paper with its value, ours, and whether they compare."),
-    ]
+    """Return the inventory of the paper with its value, ours, and whether they compare."""
+    frame = pd.read_csv(folder / "compare.csv")
+    counts = "".join(
+        f"{chip(status, f'{count} {status}')} " for status, count in frame["status"].value_counts().items()
+    )
+    reasons = frame.loc[frame["status"] == "not comparable", "reason"]
+    common = reasons.mode().iloc[0] if len(reasons) else ""
+    rows, last = [], None
+    for row in frame.to_dict("records"):
+        what = "" if row["row"] == last else f"{row['row']}. {html.escape(row['what'])}"
+        last, reason = (
+            row["row"],
+            "" if pd.isna(row["reason"]) or row["reason"] == common else html.escape(row["reason"]),
+        )
+        name = f'{code(row["item"])} <span class="soft">{html.escape(str(row["unit"]))}</span>'
+        source = f'<span class="soft">paper: {html.escape(str(row["source"]))}</span>'
+        ours = with_interval(row["ours"], row["low"], row["high"])
+        remark = "<br>".join(filter(None, [reason, source]))
+        rows.append([what, name, _paper(row["paper"]), ours, number(row["n"]), chip(row["status"]), remark])
+    head = ["item of the paper", "number", "paper", "ours", "n", "status", "reason, and where the paper says it"]
+    note = (
+        "pass and fail: within the pass rule or not; open: not measured, with what it needs; not comparable: measured, "
+        f"but not the paper's configuration{': ' + common if common else ''}. Rules: workflows/config/expected.yaml."
+    )
+    return [f"<p>{counts}</p>", table(head, rows, caption=note, numbers=["paper", "ours", "n"], cards=True)]
+
+
+def doubts(folder: Path, config: dict) -> list[str]:
+    """Return what a reader should doubt: flags of the sanity checks and of disturbed timings."""
+    if "sanity" not in config["tables"]:
+        return []
+    rows = []
+    for row in pd.read_csv(folder / "tables/sanity.csv").to_dict("records"):
+        flag, reason = ("" if pd.isna(row.get(key)) else html.escape(str(row[key])) for key in ("flag", "reason"))
+        state = chip("fail", "doubt") if flag else chip("open", "not checked") if reason else chip("pass", "fine")
+        cells = [html.escape(row["check"]), number(row["value"]), number(row["limit"]), number(row["n"]), state]
+        rows.append([*cells, flag or reason])
+    head = ["check", "worst value", "limit", "n", "verdict", "why"]
+    return [table(head, rows, numbers=["worst value", "limit", "n"], cards=True)]
+
+
+def details(folder: Path, config: dict, manifest: dict) -> list[str]:
+    """Return every table in full, folded, with the SHA-256 of its csv file."""
+    captions, parts = json.loads((folder / "tables/captions.json").read_text()), []
+    for name in config["tables"]:
+        file = f"tables/{name}.csv"
+        body = plain_table(readable(pd.read_csv(folder / file)), captions[name])
+        digest = f'<p class="soft">{code(file)}, sha256 {code(manifest["outputs"].get(file, "unknown"))}</p>'
+        parts.append(folded(f"{html.escape(TITLES[name])} ({code(file)})", digest + body, name=anchor("table", name)))
+    return parts
 
 
 def not_run(config: dict, manifest: dict) -> list[str]:
     """Return what this suite leaves open and which prompts were skipped, each with its reason."""
-    lines = [
-        f"<li>open: {html.escape(item['item'])}; needs {html.escape(item['needs'])}</li>" for item in config["open"]
-    ]
+    lines = [f"{html.escape(item['item'])}: needs {html.escape(item['needs'])}" for item in config["open"]]
     for name, prompts in manifest["prompts"].items():
         lines += [
-            f"<li>skipped: {html.escape(str(skip['id']))} of {html.escape(name)}: {html.escape(skip['reason'])}</li>"
+            f"skipped: {html.escape(str(skip['id']))} of {html.escape(name)}: {html.escape(skip['reason'])}"
             for skip in prompts.get("skipped", [])
         ]
-    return ["<h2>What was not run</h2>", f"<ul>{''.join(lines) or '<li>nothing was left out</li>'}</ul>"]
+    text = "".join(f"<li>{line}</li>" for line in lines or ["nothing was left out"])
+    return [f"<ul>{text}</ul>", '<p class="soft">Items of the paper: <a href="#paper">Beside the paper</a>.</p>']
 
 
 def provenance(manifest: dict) -> list[str]:
-    """Return code, machines, weights, prompts and digests."""
-    rows = [{"what": "machine", "value": json.dumps(device)} for device in manifest["devices"]]
-    rows += [{"what": "environment", "value": json.dumps(facts)} for facts in manifest["environments"]]
-    weights = {part: sha for cell in manifest["cells"].values() for part, sha in cell["weights"].items()}
-    rows += [{"what": f"weights, {part}", "value": f"sha256 {sha}"} for part, sha in sorted(weights.items())]
+    """Return code, machines, weights, prompts and, by variant and setting, every cell with its digests."""
+    pairs = {}
+    for device in manifest["devices"]:
+        pairs["machine"] = html.escape(", ".join(f"{key} {value}" for key, value in device.items()))
+    for facts_ in manifest["environments"]:
+        packages = ", ".join(f"{name} {version}" for name, version in facts_["packages"].items())
+        dirty = ", with uncommitted changes" if facts_["git"]["dirty"] else ""
+        pairs[f"code {str(facts_['git']['commit'])[:10]}"] = html.escape(
+            f"commit {facts_['git']['commit']}{dirty}; Python {facts_['python']}, {facts_['system']}; {packages}"
+        )
+    weights = {part: digest for cell in manifest["cells"].values() for part, digest in cell["weights"].items()}
+    pairs |= {f"weights, {part}": f"sha256 {code(digest)}" for part, digest in sorted(weights.items())}
     for name, prompts in manifest["prompts"].items():
-        text = f"{prompts['n']} prompts, sha256 {prompts['prompts_sha256']}"
-        rows.append({"what": f"prompts, {name}", "value": text})
-    cells = [
-        {
-            "cell": path,
-            "seconds": cell["seconds"],
-            "source": cell["source_digest"][:12],
-            "digest": cell["cell_digest"][:12],
-        }
-        for path, cell in manifest["cells"].items()
-    ]
-    listing = table(pd.DataFrame(cells), "Cells and digests.")
+        pin = prompts.get("revision") or str(prompts.get("dataset_sha256"))[:16]
+        pairs[f"prompts, {name.removesuffix('.manifest.json')}"] = (
+            f"{prompts['n']} prompts, sha256 {code(prompts['prompts_sha256'])}; set pinned at {code(pin)}"
+        )
+    for name, probe in manifest.get("probes", {}).items():
+        files = "; ".join(f"{file} sha256 {code(entry['sha256'])}" for file, entry in probe["files"].items())
+        commit = code(str(probe["environment"]["git"]["commit"])[:10])
+        pairs[f"beside the cells, {name}"] = f"commit {commit}" + (f"; {files}" if files else "")
     return [
-        "<h2>Where the numbers come from</h2>",
-        "<p>Every number is a function of the cells' parquet files; <code>manifest.json</code> holds their SHA-256. "
-        "One cell again: <code>snakemake --cores all -R &lt;cell&gt;/requests.parquet</code></p>",
-        table(pd.DataFrame(rows), "Code, machine, weights and prompts."),
-        f"<details><summary>All {len(cells)} cells</summary>{listing}</details>",
+        f"<p>Every number is a function of the cells' parquet files; {code('manifest.json')} holds their SHA-256. "
+        f"One cell again: {code('snakemake --cores all -R CELL/requests.parquet')}</p>",
+        facts(pairs),
+        f"<h3>{len(manifest['cells'])} cells</h3>",
+        *_cells(manifest),
     ]
 
 
-def table(frame: pd.DataFrame, caption: str) -> str:
-    """Return a table that scrolls sideways on a narrow screen."""
-    head = "".join(f'<th scope="col">{html.escape(str(name))}</th>' for name in frame.columns)
-    rows = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in frame.astype(str).values.tolist())
-    text = html.escape(caption)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption[:60])}"><table>'
-        f"<caption>{text}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+def _cells(manifest: dict) -> list[str]:
+    groups: dict[tuple[str, str], list[list[str]]] = {}
+    for path, cell in manifest["cells"].items():
+        *_, variant, setting, _ = path.split("/")
+        digests = [code(cell[key][:12]) for key in ("cell_digest", "source_digest", "prompts_sha256")]
+        row = [code(path), number(cell["prompts"]), number(cell["seconds"]), cell["ended"][:16], *digests]
+        groups.setdefault((variant, setting), []).append(row)
+    head = ["cell", "prompts", "seconds", "ended", "digest", "code", "prompt file"]
+    return [
+        folded(
+            f"{code(variant)} at {_temperature(setting)}: {len(rows)} cell{'s' * (len(rows) > 1)}",
+            table(head, rows, numbers=["prompts", "seconds"]),
+            name=anchor("cells", variant, setting),
+        )
+        for (variant, setting), rows in groups.items()
+    ]
+
+
+def _temperature(setting: str) -> str:
+    value, _, think = setting.removeprefix("t").partition("-")
+    return f"T = {value}" + (", reasoning on" if think else "")
+
+
+def _said(entry: dict) -> str:
+    ends = entry.get("low"), entry.get("high")
+    return number(entry["value"]) + ("" if None in ends else f" [{number(ends[0])}, {number(ends[1])}]")
+
+
+def _paper(value) -> str:
+    """Return the paper's value as it is printed there."""
+    if pd.isna(value):
+        return ""
+    try:
+        return f"{float(value):,.12g}"
+    except ValueError:
+        return html.escape(value)
 
 
 def main() -> int:
@@ -177,19 +332,6 @@ def main() -> int:
     write_atomic(options.out, text.encode())
     print(json.dumps({"report": str(options.out), "bytes": len(text)}))
     return 0
-
-
-def _cell(text: str) -> str:
-    kind = ' class="long"' if len(text) > 40 else ""
-    return f"<td{kind}>{html.escape(text)}</td>"
-
-
-def _caption(folder: Path, name: str) -> str:
-    return json.loads((folder / "tables/captions.json").read_text())[name]
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:+.3f}"
 
 
 if __name__ == "__main__":

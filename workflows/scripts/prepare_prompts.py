@@ -57,6 +57,8 @@ def run(options: argparse.Namespace) -> dict:
         print(f"{prompt_set.name}: skipped {skip.id} ({skip.reason})", file=sys.stderr)
     facts = _facts(options, prompt_set, tokenizer, preparation)
     facts |= {"selected": len(rows), "skipped": [asdict(skip) for skip in skipped]}
+    # by id, so that records split by language or subject where only the manifest is at hand
+    facts["categories"] = {prompt.id: prompt.category for prompt in prompts if prompt.category}
     manifest_path = options.manifest or options.out.with_suffix(".manifest.json")
     manifest = write_prepared(options.out, manifest_path, prompts, facts)
     return {

@@ -13,17 +13,20 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from probe_records import load_probes
 
+from baselines.probes import FILES as PROBE_FILES
 from tfm.cells import KINDS, Records, join_records, load_cells
 from tfm.manifest import sha256_file, write_json
 
 DESCRIPTION = """
-Reads plan.json, the cells it lists and the suite's tables, figures, compare.csv, summary.json, manifest.json and
-report.html. Writes --out anew, at most --limit bytes, without host, user or absolute path. Rebuild the tables from it
-with make_tables.py --records OUT --plan OUT/plan.json. Last line of stdout: one JSON object. Exit 2 on bad input.
+Reads plan.json, the cells it lists, the records beside them (ceiling/, kernels/, definitions/) and the suite's tables,
+figures, compare.csv, compare.md, summary.json, manifest.json and report.html. Writes --out anew, at most --limit bytes,
+without host, user or absolute path. Rebuild the tables from it with make_tables.py --records OUT --plan OUT/plan.json.
+Last line of stdout: one JSON object. Exit 2 on bad input.
 """
 LIMIT = 5 * 2**20
-FILES = ("plan.json", "compare.csv", "summary.json", "manifest.json", "report.html")
+FILES = ("plan.json", "compare.csv", "compare.md", "summary.json", "manifest.json", "report.html")
 TEXT = (".json", ".csv", ".md", ".tex", ".html", ".svg", ".txt")
 
 
@@ -45,6 +48,19 @@ def pack(records_of: list[Path], out: Path) -> None:
         pq.write_table(table, out / f"{kind}.parquet", compression="zstd", compression_level=19)
     files = {f"{kind}.parquet": sha256_file(out / f"{kind}.parquet") for kind in KINDS}
     write_json(out / "cells.json", {"cells": cells, "sha256": files})
+
+
+def copy_probes(suite_folder: Path, out: Path) -> None:
+    """Copy the records of what was measured beside the cells; raises ValueError for those of uncommitted code."""
+    for name, probe in load_probes(suite_folder).items():
+        if probe.facts["environment"]["git"]["dirty"]:
+            facts = f"{suite_folder}/{PROBE_FILES[name][0]}"
+            raise ValueError(
+                f"{facts} was made by uncommitted code; commit it and make it again: snakemake --cores all -R {facts}"
+            )
+        for file in PROBE_FILES[name]:
+            (out / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(suite_folder / file, out / file)
 
 
 def load_published(folder: Path) -> Records:
@@ -87,6 +103,7 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     pack([Path(cell["path"]) for cell in plan["cells"]], temporary)
+    copy_probes(suite_folder, temporary)
     for name in FILES:
         shutil.copyfile(suite_folder / name, temporary / name)
     for name in ("tables", "figures"):
@@ -100,7 +117,8 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
         largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:4])
         raise ValueError(f"{out}: {sum(sizes.values())} bytes, more than the limit of {limit}; largest: {largest}")
     for kept in out.glob("*.md") if out.exists() else ():
-        shutil.copyfile(kept, temporary / kept.name)  # notes written by hand
+        if not (temporary / kept.name).exists():
+            shutil.copyfile(kept, temporary / kept.name)  # notes written by hand
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
     return {"published": str(out), "bytes": sum(sizes.values()), "files": len(sizes)}

@@ -1,8 +1,10 @@
 """The tables of a suite as frames: identity first, then value, interval and n; missing is empty with a reason."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pandas as pd
+import probe_tables
+import sanity
 
 from baselines import suite
 from tfm import metrics
@@ -26,12 +28,13 @@ class Suite:
     records: Records
     requests: pd.DataFrame
     draft_rows: int | None = None
+    probes: dict = field(default_factory=dict)  # probe_records.Probe by name
 
     @staticmethod
-    def of(plan: dict, records: Records) -> "Suite":
+    def of(plan: dict, records: Records, probes: dict | None = None) -> "Suite":
         requests = metrics.per_request(records.requests, records.steps)
         rows = plan["draft_rows"] if "draft_rows" in plan else suite.draft_rows(plan["config"])
-        return Suite(plan["config"], plan["cells"], records, requests, rows)
+        return Suite(plan["config"], plan["cells"], records, requests, rows, probes or {})
 
     @property
     def settings(self) -> list[str]:
@@ -194,7 +197,16 @@ TABLES = {
     "sweeps": sweeps,
     "paired": paired,
     "audit": audit,
+    "ceiling": probe_tables.ceiling,
+    "ceiling_claims": probe_tables.ceiling_claims,
+    "kernels": probe_tables.kernels,
 }
+
+
+def frames(data: Suite) -> dict[str, pd.DataFrame]:
+    """Return every table; the summary quotes all of them, whether or not the suite writes them."""
+    found = {name: table(data) for name, table in TABLES.items()}
+    return found | {"sanity": sanity.sanity(data, found["per_set"])}
 
 
 def _speed_and_acceptance(data: Suite, name: str, **fields) -> dict:
@@ -237,7 +249,7 @@ def _pair_rows(data: Suite, one: str, other: str, *, setting: str, dataset: str)
     fields = {"setting": setting} | ({} if dataset == "macro" else {"dataset": dataset})
     arms = [data.arm(data.headline[method], **fields) for method in (one, other)]
     rows = []
-    for metric in ("accepted", "tau"):
+    for metric in ("accepted", "tau", "tok_s"):
         diff, ratio = metrics.difference(*arms, metric), metrics.ratio(*arms, metric)
         row = {"pair": f"{one} - {other}", "metric": metric, "setting": setting, "dataset": dataset}
         row |= {"difference": diff.value, "difference_low": diff.low, "difference_high": diff.high}

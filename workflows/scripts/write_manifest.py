@@ -5,11 +5,13 @@ import json
 import sys
 from pathlib import Path
 
+from probe_records import load_probes
+
 from tfm.manifest import environment, sha256_file, write_json
 
 DESCRIPTION = """
-Reads plan.json, the cells it lists, and the tables, figures, compare.csv and summary.json beside it. Writes
-manifest.json without host, user or absolute path. Last line of stdout: one JSON object.
+Reads plan.json, the cells it lists, the records beside them, and the tables, figures, compare.csv and summary.json of
+the suite. Writes manifest.json without host, user or absolute path. Last line of stdout: one JSON object.
 """
 
 
@@ -23,7 +25,7 @@ def manifest(plan: dict, folder: Path) -> dict:
         devices += [facts["device"]] if facts["device"] not in devices else []
         environments += [facts["environment"]] if facts["environment"] not in environments else []
     outputs = sorted(
-        [*folder.glob("tables/*"), *folder.glob("figures/*"), folder / "compare.csv", folder / "summary.json"]
+        [*folder.glob("tables/*"), *folder.glob("figures/*"), *folder.glob("compare.*"), folder / "summary.json"]
     )
     prompts = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("prompts/*/*.manifest.json"))}
     return {
@@ -32,6 +34,7 @@ def manifest(plan: dict, folder: Path) -> dict:
         "devices": devices,
         "environments": environments,
         "reported_by": environment(),
+        "probes": {name: probe.facts for name, probe in load_probes(folder).items()},
         "prompts": prompts,
         "outputs": {path.relative_to(folder).as_posix(): sha256_file(path) for path in outputs},
     }

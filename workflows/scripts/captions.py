@@ -1,0 +1,97 @@
+"""What a reader has to know of each table: its title, how its columns are counted, and where its numbers were made."""
+
+import probe_tables
+import tables
+
+from baselines import probes
+
+TITLES = {
+    "headline": "Speed and accepted drafts, macro over prompt sets",
+    "per_set": "Speed and accepted drafts by prompt set",
+    "latency": "Where a step's time goes",
+    "acceptance_by_position": "Acceptance by draft position",
+    "sweeps": "Sweeps of budget, width, candidates, children and depth, and the weaver's residual on (1) and off (0)",
+    "paired": "Paired differences between methods",
+    "audit": "Audit of the acceptance rules",
+    "ceiling": "Acceptance ceiling: what marginals can get accepted, by draft position",
+    "ceiling_claims": "Acceptance ceiling: the paper's claims as questions",
+    "kernels": "GDN tree verification, microseconds a layer",
+    "sanity": "What a reader should doubt",
+}
+NOTES = {
+    "headline": "tok/s: new tokens / wall of the prompt loop, prefill included, first seed; speedup: ratio of macro "
+    "tok/s to ar's, slow-downs shown as they are. tau: new tokens a step, the bonus token included (1 for ar by "
+    "definition); tau_exact leaves out the token sampled at prefill (1.0 when nothing is accepted); tau_pooled divides "
+    "the tokens of all requests by their steps, so that long answers weigh more; accepted: drafts a "
+    "step, without the bonus, trimmed to what was emitted. same_as_ar: outputs equal to ar's, of those compared. "
+    "flag: other work on the machine may have disturbed a timed cell (its process had less than "
+    f"{tables.CPU_SHARE:.0%} of a core's time, or its slowest request's step took over {tables.STEP_SPREAD}x the "
+    "fastest one's).",
+    "latency": "Microseconds a step, from cells with stage timing; the levels verify and build split those stages. gdn "
+    "is the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
+    "acceptance_by_position": "conditional: accepted at d given accepted at d - 1 and a tree that reaches d; "
+    "unconditional: accepted at d, over all steps. n counts steps of the conditional.",
+    "sweeps": "One knob at a time, the others as in the headline; a budget's width is ceil(budget / 16) "
+    "for tfm, dartree keeps its own, and drafts at most width nodes a depth.",
+    "paired": "Same prompts and seeds in both arms, resampled together; n counts prompts present in both.",
+    "audit": "expected_accepted is the lossless bound of the same steps; excess is what was accepted over it, steps "
+    "pooled; a rule above it is lossy. -sampled draws siblings without replacement: with traversal the law holds on "
+    "average over trees, and no step has a bound. Values untrimmed.",
+    "ceiling": "acceptance: of a draft sampled at this position, sum over tokens of min(draft, target), given that all "
+    "earlier drafts were accepted (along continuations of the target, each weighed with the probability that its "
+    "tokens were drafted and accepted; a drafter of one token follows its own path). survival: all drafts up to here "
+    "accepted. "
+    "length: the sum of survival, the accepted drafts up to here. on_text: acceptance along the target's own text, "
+    "whatever became of earlier drafts. reached: anchors' worth of paths that get here. The oracle marginal is "
+    "estimated from below (each continuation left out of its own mean) and from above (_above, by tangents); the "
+    "distances over_ceiling are to the estimate from above.",
+    "ceiling_claims": "Distances are to the ceiling's estimate from above, positions weighted by what reaches them. A "
+    "crossover one past the last position means that the curves do not cross.",
+    "kernels": "One call for all heads of a layer, the ancestor mask given; without convolution, gates and commit. "
+    "ratio: the baseline's time (the recurrence node by node) over this backend's, of the same round; on a CPU it says "
+    "nothing about a GPU. error: largest error of the float32 result against float64, relative to the largest value; a "
+    "backend above the limit is not timed.",
+}
+PROBE_TABLES = [name for names in probes.TABLES.values() for name in names]
+NOTES["sanity"] = (
+    "One row a check over all records, its worst value and the limit above which it is flagged (the first "
+)
+"draft: below). Rows that break a count (steps missing, accepted deeper than the tree) stop the tables instead."
+ON_THE_SIDE = ("latency", "sweeps", "audit")  # tables of one set, setting and seed
+NOTES["per_set"] = NOTES["headline"]
+
+
+def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
+    """Return what a reader has to know of a table: suite, device, sizes, counts, what is left open."""
+    if name in PROBE_TABLES:
+        config = data.config
+        where = f"Suite {config['suite']}, target {config['family']}."
+        return " ".join(filter(None, [f"{TITLES[name]}. {NOTES[name]}", where, probe_tables.notes(name, data)]))
+    config, requests = data.config, data.requests
+    devices = " + ".join(sorted(requests["device_name"].unique())) or "no device"
+    per_set = requests.groupby("dataset")["id"].nunique()
+    counts = ", ".join(f"{dataset} {per_set.get(dataset, 0)}" for dataset in config["datasets"])
+    if name in ON_THE_SIDE:
+        side = data.side
+        counts = f"{side['dataset']} {per_set.get(side['dataset'], 0)}, setting {side['setting']}, seed {side['seed']}"
+    budget = config["budget"]
+    parts = [
+        f"{TITLES[name]}. {NOTES.get(name, '')}".strip(),
+        f"Suite {config['suite']} on {devices}, engine {config['engine']}, target {config['family']}, "
+        f"{config['dtype']}, protocol {config['protocol']}{_reasoning(config)}; "
+        "timed cells decode one request at a time.",
+        f"Budget {budget} drafted nodes, {budget + 1} verified rows (the root is extra).",
+        f"Prompts: {counts}; up to {config['max_new_tokens']} new tokens; intervals are 95 % bootstrap over prompts.",
+    ]
+    missing = data.records.missing
+    parts += [f"Missing: {len(missing)} of {len(data.plan)} cells."] if missing else []
+    parts += [f"MIXED: {note}."] if note else []
+    parts += [f"Open: {'; '.join(item['item'] for item in config['open'])}."] if config["open"] else []
+    return " ".join(parts)
+
+
+def _reasoning(config: dict) -> str:
+    """Say which settings open a think block; nothing where none does."""
+    if True not in config["reasoning"]:
+        return ""
+    return ", reasoning on (-think)" + (" and off" if False in config["reasoning"] else "")

@@ -1,0 +1,53 @@
+"""Records of what a suite measures beside its cells: written with their SHA-256, read only when they match it."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from baselines.probes import FILES
+from tfm.manifest import sha256_file, write_atomic
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe's facts (its .json) and its frames by name: anchors, or samples and checks."""
+
+    facts: dict
+    frames: dict[str, pd.DataFrame]
+
+
+def write_rows(path: Path, rows: list[dict], schema: pa.Schema) -> dict:
+    """Write rows as parquet in one move; return the SHA-256 and the number of rows, as the facts file keeps them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+    data = sink.getvalue().to_pybytes()
+    write_atomic(path, data)
+    return {"sha256": hashlib.sha256(data).hexdigest(), "rows": len(rows)}
+
+
+def load_probes(folder: Path) -> dict[str, Probe]:
+    """Return the probes whose records lie in a suite's folder (or a published one).
+
+    Raises ValueError naming a file that is missing or is not the one its facts file describes.
+    """
+    return {name: _load(name, folder) for name in FILES if (folder / FILES[name][0]).exists()}
+
+
+def _load(name: str, folder: Path) -> Probe:
+    facts_file, *files = (folder / file for file in FILES[name])
+    remedy = f"make it again: snakemake --cores all --force {facts_file}, or restore it from git"
+    try:
+        facts = json.loads(facts_file.read_text(encoding="utf-8"))
+        expected = {file.name: facts["files"][file.name]["sha256"] for file in files}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{facts_file} is damaged ({type(error).__name__}: {error}); {remedy}") from error
+    for file in files:
+        if not file.is_file() or sha256_file(file) != expected[file.name]:
+            raise ValueError(f"{file} is missing or damaged: its sha256 is not that of {facts_file.name}; {remedy}")
+    return Probe(facts, {file.stem: pd.read_parquet(file) for file in files})
