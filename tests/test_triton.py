@@ -78,19 +78,22 @@ def assert_equals_naive(inputs, backend, tolerance=1e-4):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("nodes", [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 80, 81, 127, 128])
+@pytest.mark.parametrize("nodes", [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 81, 96])
 def test_every_ragged_size_equals_the_recurrence(nodes, backend):
     """tilelang-ascend#855 (C087): sizes on both sides of each block, as a random tree and as a chain."""
     for shape in ("random", "chain"):
         assert_equals_naive(make_inputs(SHAPES[shape](nodes), seed=nodes), backend)
 
 
-@pytest.mark.parametrize("nodes", [129, 145, 192])
-def test_sizes_of_three_blocks_equal_the_recurrence(nodes):
-    """float32 rows stop at 128; bf16 rows, whose error is the precision's, go to 192."""
+@pytest.mark.parametrize("nodes", [65, 97, 127, 128, 129, 145, 192])
+def test_bf16_rows_equal_the_recurrence_up_to_three_blocks(nodes):
+    """float32 rows stop at 96; of bf16 rows the error is the precision's."""
     inputs = make_inputs(SHAPES["random"](nodes), rows=torch.bfloat16, seed=nodes)
     assert_equals_naive(inputs, "fused_triton", tolerance=2e-3)
-    assert_equals_naive(make_inputs(SHAPES["random"](129)), "recurrent_triton")
+
+
+def test_the_recurrent_form_has_no_limit_of_rows():
+    assert_equals_naive(make_inputs(SHAPES["random"](193)), "recurrent_triton")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,7 +102,7 @@ def test_every_shape_of_tree_equals_the_recurrence(shape, backend):
     assert_equals_naive(make_inputs(SHAPES[shape](65), seed=1), backend)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.sampled_from([1, 3]))
 def test_random_trees_of_several_requests_equal_the_recurrence(seed, nodes, requests):
     inputs = make_inputs(random_parents(nodes, seed, requests), seed=seed)
@@ -107,12 +110,11 @@ def test_random_trees_of_several_requests_equal_the_recurrence(seed, nodes, requ
         assert_equals_naive(inputs, backend)
 
 
-def test_100_random_trees_stay_within_1e_4():
+def test_40_random_trees_stay_within_1e_4():
     """C091: others ask for 1e-3 in float32."""
-    for seed in range(2):
-        parents = torch.cat([random_parents(16, 50 * seed + i) for i in range(50)])
-        for backend in BACKENDS:
-            assert_equals_naive(make_inputs(parents, seed=seed), backend)
+    parents = torch.cat([random_parents(16, i) for i in range(40)])
+    assert_equals_naive(make_inputs(parents), "fused_triton")
+    assert_equals_naive(make_inputs(parents[:5]), "recurrent_triton")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_blocks_cover_the_rows_without_an_empty_one(nodes):
 
 
 def test_repeated_keys_do_not_blow_the_inverse_up():
-    """The powers of X have binomial coefficients here, 6435 at a path of 16 alone; the inverse has none."""
+    """The powers of X have binomial coefficients here, 3432 at a path of 16 alone; the inverse has none."""
     inputs = list(make_inputs(SHAPES["chain"](64)))
     inputs[1] = inputs[1][:, :1].expand(-1, 64, -1, -1)
     inputs[3], inputs[4] = torch.zeros_like(inputs[3]), torch.ones_like(inputs[4])
@@ -272,13 +274,84 @@ def test_64_rounds_of_random_accepted_paths_do_not_drift():
     assert max(errors[48:]) < 3 * max(errors[:16])
 
 
+# --- in the target
+
+
+def toy_target():
+    from tfm.target import Target
+    from tfm.target_config import TargetConfig
+
+    config = TargetConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        layer_types=("linear_attention", "linear_attention", "full_attention"),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        linear_num_key_heads=HEADS,
+        linear_num_value_heads=VALUE_HEADS,
+        linear_key_head_dim=DIM,
+        linear_value_head_dim=DIM,
+        rope_theta=1e4,
+    )
+    target = Target(config)
+    for name, parameter in target.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.2)
+        elif "norm" in name or "dt_bias" in name:
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return target.to(DEVICE).eval().requires_grad_(False)
+
+
+def follow(target, backend, prompt, trees):
+    """Verify and commit one tree after another along the target's own greedy choices; the logits of every tree."""
+    cache, logits = target.new_cache(len(prompt), 120), []
+    target.prefill(prompt, torch.full((len(prompt),), prompt.shape[1], device=DEVICE), cache)
+    for tree in trees:
+        output = target.verify(tree, cache, gdn_backend=backend)
+        logits.append(output.logits)
+        best, path = output.logits.argmax(-1).tolist(), []
+        for request, parents in enumerate(tree.parents.tolist()):
+            # the child that the target's best token leads to, or any child: paths of some length are wanted here
+            node, walk = 0, [0]
+            while children := [i for i, parent in enumerate(parents) if parent == node]:
+                node = next((i for i in children if int(tree.tokens[request, i]) == best[request][node]), children[-1])
+                walk.append(node)
+            path.append(walk)
+        width = max(map(len, path))
+        padded = [walk + [-1] * (width - len(walk)) for walk in path]
+        cache.commit(output.scratch, torch.tensor(padded, device=DEVICE))
+    return logits
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_verify_and_commit_in_the_target_choose_the_tokens_of_solve(backend):
+    """Four steps with two requests; a first difference would need two logits within 1e-4 of each other."""
+    from tfm.tree import DraftTree
+
+    target, trees = toy_target(), []
+    for seed in range(4):
+        tokens = torch.stack(
+            [torch.randperm(64, generator=torch.Generator().manual_seed(seed + i))[:21] for i in (0, 9)]
+        )
+        trees.append(DraftTree.build(tokens.to(DEVICE), random_parents(21, seed, requests=2).to(DEVICE)))
+    prompt = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    expected, got = (follow(target, name, prompt, trees) for name in ("solve", backend))
+    for one, other in zip(expected, got, strict=True):
+        assert error(one, other) < 1e-4
+        best, second = one.topk(2, dim=-1).values.unbind(-1)
+        assert torch.equal(one.argmax(-1)[best - second > 1e-4], other.argmax(-1)[best - second > 1e-4])
+        assert int((best - second <= 1e-4).sum()) <= 1
+
+
 # --- limits
 
 
 def test_what_a_kernel_does_not_take_is_refused_before_launch():
     """tokenspeed#700, vllm#37035, flashinfer#2679 (C088): by name, with what is allowed and what to use instead."""
-    inputs = make_inputs(random_parents(129, 0))
-    with pytest.raises(ValueError, match="fused_triton takes 1 to 128 rows of torch.float32, not 129; use solve"):
+    inputs = make_inputs(random_parents(97, 0))
+    with pytest.raises(ValueError, match="fused_triton takes 1 to 96 rows of torch.float32, not 97; use solve"):
         ops.tree_verify(*inputs, backend="fused_triton")
     inputs = make_inputs(random_parents(193, 0), rows=torch.bfloat16)
     with pytest.raises(ValueError, match="fused_triton takes 1 to 192 rows of torch.bfloat16, not 193"):

@@ -27,7 +27,7 @@ from tfm_kernels.gdn.naive import MIN_LOG_DECAY
 NAME = "fused_triton"
 BLOCK = 64  # rows of a full block; the last one is 16, 32 or 64
 # what fits the shared memory of one multiprocessor of an H200
-MAX_NODES = {"bf16": 3 * BLOCK, "mixed": 3 * BLOCK, "tf32": 2 * BLOCK, "tf32x3": 2 * BLOCK}
+MAX_NODES = {"bf16": 3 * BLOCK, "mixed": 3 * BLOCK, "tf32": BLOCK + 32, "tf32x3": BLOCK + 32}
 # on a GPU, rows of shared memory must be 128 bytes: Triton 3.6 reads past narrower ones (NOTES.md)
 DIMS, _TESTED_DIMS = (64, 128), (16, 32, 64, 128)
 PREFIX_ROWS = 32  # rows of a program of `prefix`
@@ -307,10 +307,14 @@ def check_device(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_shape(nodes: int, key_dim: int, value_dim: int, rows: torch.dtype) -> None:
     """Raise ValueError for sizes that the kernels do not take."""
-    most = MAX_NODES[default_precision(rows)]
+    _check_nodes(nodes, default_precision(rows), rows)
+    launch.check_dims(NAME, key_dim, value_dim, _TESTED_DIMS if _INTERPRETED.value else DIMS)
+
+
+def _check_nodes(nodes: int, precision: str, rows: torch.dtype) -> None:
+    most = MAX_NODES[precision]
     if not 1 <= nodes <= most:
         raise ValueError(f"gdn_backend: {NAME} takes 1 to {most} rows of {rows}, not {nodes}; use solve")
-    launch.check_dims(NAME, key_dim, value_dim, _TESTED_DIMS if _INTERPRETED.value else DIMS)
 
 
 def prepare_tree(parents: Tensor, ancestors: Tensor) -> Tensor:
@@ -358,6 +362,7 @@ def solve(
     precision = precision or default_precision(k.dtype)
     if precision not in PRECISIONS:
         raise ValueError(f"precision: {precision!r} is not allowed (allowed: {', '.join(PRECISIONS)})")
+    _check_nodes(nodes, precision, k.dtype)
     tiling = tiling or choose_tiling(nodes, value_dim, precision)
     out, u = out or (state.new_empty(v.shape), state.new_empty(v.shape))
     size0, size1, size2 = block_sizes(nodes)
