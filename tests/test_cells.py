@@ -334,7 +334,7 @@ CHANGES = {
     "layout": ("kernels/gdn/ops.py", "def op(x):\n    return (x\n            + 1)\n", False),
     "constant": ("kernels/gdn/ops.py", "def op(x):\n    return x + 2\n", True),
     "operator": ("kernels/gdn/ops.py", "def op(x):\n    return x - 1\n", True),
-    "device_code": ("kernels/gdn/csrc/op.cu", "// other device code", True),
+    "device_code_of_another_backend": ("kernels/gdn/csrc/op.cu", "// other device code", False),
     "module_of_this_method": ("baselines/ar.py", "from tfm.tree import build\nX = 3\n", True),
     "module_of_another_method": ("baselines/tfm.py", "X = 9\n", False),
     "module_nobody_imports": ("tfm/unused.py", "X = 9\n", False),
@@ -357,6 +357,13 @@ def test_the_source_digest_covers_a_kernel_only_for_the_cells_that_use_it(tmp_pa
     project(tmp_path, {kernel: "X = 2\n"})
     after = [manifest.source_digest("baselines.ar:make", tmp_path, gdn_backend=b) for b in ("solve", "fused_triton")]
     assert after[0] == before[0] and after[1] != before[1] and before[0] != before[1]
+
+
+def test_the_source_digest_covers_device_code_for_the_cells_that_run_it(tmp_path):
+    project(tmp_path, {**FILES, "kernels/gdn/fused_cuda.py": "X = 1\n"})
+    before = manifest.source_digest("baselines.ar:make", tmp_path, gdn_backend="fused_cuda")
+    project(tmp_path, {"kernels/gdn/csrc/op.cu": "// other device code"})
+    assert manifest.source_digest("baselines.ar:make", tmp_path, gdn_backend="fused_cuda") != before
 
 
 def test_an_unknown_method_module_is_an_error(tmp_path):

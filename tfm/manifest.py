@@ -69,8 +69,8 @@ def source_digest(method_module: str, root: Path = REPOSITORY, *, gdn_backend: s
     """Return the digest of the code that decides a method's tokens.
 
     Covers tfm.decode, the method's module ("module" or "module:factory") and everything that they import inside
-    kernels, tfm and baselines, plus the bytes of csrc folders on the way. Comments, docstrings and layout do not count.
-    A GPU backend's own modules count for the cells that use it.
+    kernels, tfm and baselines. Comments, docstrings and layout do not count. A GPU backend's own modules count for the
+    cells that use it, those named *_cuda with the bytes of the csrc folder beside them.
     """
     return modules_digest(["tfm.decode", method_module.partition(":")[0], *backend_modules(gdn_backend)], root)
 
@@ -84,7 +84,7 @@ def modules_digest(modules: list[str], root: Path = REPOSITORY, *, without: tupl
     for module in (name for name in import_closure(modules, root) if name not in without):
         path = module_path(module, root)
         digests[path.relative_to(root).as_posix()] = _source_sha256(path)
-        for source in sorted((path.parent / "csrc").glob("*")) if path.name == "__init__.py" else ():
+        for source in sorted((path.parent / "csrc").glob("*")) if path.stem.endswith("_cuda") else ():
             digests[source.relative_to(root).as_posix()] = sha256_file(source)
     return sha256_json(digests)
 

@@ -4,6 +4,7 @@
 KERNELS = {
     "recurrent_triton": "tfm_kernels.gdn.recurrent_triton",
     "fused_triton": "tfm_kernels.gdn.fused_triton",
+    "fused_cuda": "tfm_kernels.gdn.fused_cuda",
 }
 TORCH_BACKENDS = ("naive", "solve")
 BACKENDS = (*TORCH_BACKENDS, *KERNELS)

@@ -1,0 +1,19 @@
+"""Compile the CUDA kernels for every architecture that they support, with plain nvcc; nothing is run."""
+
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tfm_kernels.gdn import fused_cuda
+
+if shutil.which("nvcc") is None and not Path("/usr/local/cuda/bin/nvcc").is_file():
+    print("CUDA kernels not compiled: no nvcc on PATH or in /usr/local/cuda/bin")
+    sys.exit()
+started = time.monotonic()
+with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+    built = list(pool.map(lambda arch: fused_cuda.build(arch, cache=Path(folder)), fused_cuda.ARCHITECTURES.values()))
+names = ", ".join(f"sm_{arch}" for arch in fused_cuda.ARCHITECTURES.values())
+print(f"CUDA kernels compiled for {names}: {len(built)} objects in {time.monotonic() - started:.0f} s")
