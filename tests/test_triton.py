@@ -4,7 +4,11 @@ Runs where triton is installed and TRITON_INTERPRET=1 is set (.ci/run does both,
 is there.
 """
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,6 +276,25 @@ def test_64_rounds_of_random_accepted_paths_do_not_drift():
         errors.append(error(state, exact) / exact.abs().max().item())
     assert max(errors) < 1e-3
     assert max(errors[48:]) < 3 * max(errors[:16])
+
+
+# --- for other GPUs
+
+# bytes of shared memory that one program may have
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_the_kernels_compile_for(capability):
+    """What the interpreter cannot see: Triton's compiler takes the code, and the tiles fit the GPU's shared memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_triton.py")
+    command = [sys.executable, str(script), "--capability", str(capability)]
+    command += ["--nodes", "16", "65"] if capability == 90 else []
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shared = json.loads(done.stdout.splitlines()[-1])
+    assert max(shared.values()) <= SHARED_MEMORY[capability]
 
 
 # --- in the target
