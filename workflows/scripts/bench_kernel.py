@@ -114,13 +114,15 @@ def runs_in(backend: str, where: torch.device, dtype: torch.dtype) -> bool:
 def measure(backends: list[str], rows: int, shape: str, settings: dict, where: torch.device) -> list[dict]:
     """Return the samples of one tree: in each round every backend once forward and once backward."""
     inputs = make_inputs(rows, shape, settings, where)
-    inputs["ancestors"] = ops.ancestor_mask(inputs["parents"])  # shared by all layers of a pass, so not in the time
+    ancestors = ops.ancestor_mask(inputs["parents"])
+    # shared by all layers of a pass, so not in the time
+    trees = {name: ops.prepare_tree(inputs["parents"], ancestors, backend=name) for name in backends}
     for backend in backends:
-        _time(backend, inputs, where)  # warm-up: compilation and caches
+        _time(backend, {**inputs, "tree": trees[backend]}, where)  # warm-up: compilation and caches
     samples = []
     for number in range(settings["rounds"]):
         for order, backend in enumerate([*backends, *reversed(backends)]):
-            us = _time(backend, inputs, where)
+            us = _time(backend, {**inputs, "tree": trees[backend]}, where)
             samples.append(
                 {"backend": backend, "shape": shape, "rows": rows, "round": number, "order": order, "us": us}
             )
