@@ -186,10 +186,14 @@ def test_weights_of_the_public_formats_reach_tables_and_report(finished):
     assert len(plan["cells"]) == 2 * 4 * 2 * 2 + 4
     assert plan["config"]["servers"]["common"]["gpu"] == "1 x B200 SXM"
     with open(results / "compare.csv") as file:
-        status = {row["item"]: row["status"] for row in csv.DictReader(file)}
+        compared = {row["item"]: row for row in csv.DictReader(file)}
+    status = {item: row["status"] for item, row in compared.items()}
     # what the code alone decides passes anywhere; the paper's numbers compare in its own suite only
     assert status["tok_s_tfm"] == "not comparable" and status["same_as_ar_share"] == "pass"
     assert set(status.values()) <= {"not comparable", "open", "pass"}
+    summary = json.loads((results / "summary.json").read_text())
+    # the headline is reasoning on
+    assert float(compared["tok_s_tfm"]["ours"]) == summary["tok_s_tfm_T1_THINK"]["value"]
     report = (results / "report.html").read_text()
     assert "mtbench" in report and "first turn is empty" in report
     files = json.loads((results / "weights.json").read_text())["files"]

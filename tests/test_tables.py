@@ -28,8 +28,9 @@ def names_of(item: dict) -> list[str]:
     return item["ours"] if isinstance(item["ours"], list) else [item["ours"]]
 
 
-def status_of(summary: dict, suite: str) -> dict[str, tuple[str, str]]:
-    return {row["item"]: (row["status"], row["reason"]) for row in compare(EXPECTED, summary, suite)}
+def status_of(summary: dict, suite: str, devices=frozenset({"NVIDIA B200"})) -> dict[str, tuple[str, str]]:
+    rows = compare(EXPECTED, summary, suite, devices=devices)
+    return {row["item"]: (row["status"], row["reason"]) for row in rows}
 
 
 def test_every_item_of_the_inventory_is_there_with_its_source():
@@ -53,6 +54,24 @@ def test_only_the_papers_suite_compares_with_the_paper():
         found = status_of(summary, suite)
         wrong = {item["item"]: found[item["item"]] for item in printed if found[item["item"]][0] != status}
         assert not wrong and all(words in found[item["item"]][1] for item in printed)
+
+
+def test_the_papers_headline_is_compared_with_reasoning_on():
+    thinking = {name for item in EXPECTED["items"] for name in names_of(item) if name and "_T1" in name}
+    assert len(thinking) > 10 and all("_T1_THINK" in name for name in thinking)
+    without = {name.replace("_T1_THINK", "_T1"): {"value": 1.0} for name in thinking}
+    items = [item["item"] for item in EXPECTED["items"] if names_of(item)[0] in thinking]
+    assert {status_of(without, "paper")[item][0] for item in items} == {"open"}
+    # another suite shows what it has, and never as comparable
+    assert {status_of(without, "nano")[item][0] for item in items} == {"not comparable"}
+
+
+@pytest.mark.parametrize("devices", [{"NVIDIA H200"}, {"NVIDIA H200", "NVIDIA B200"}, set()])
+def test_times_are_compared_on_the_papers_card_only(devices):
+    names = {"tok_s_tfm_T1_THINK": {"value": 392.8}, "speedup_tfm_T1_THINK": {"value": 4.37}}
+    found = status_of(names, "paper", devices)
+    assert found["tok_s_tfm"][0] == "not comparable" and "not of a B200" in found["tok_s_tfm"][1]
+    assert found["speedup_tfm"][0] == "pass" and status_of(names, "paper")["tok_s_tfm"][0] == "pass"
 
 
 @pytest.mark.parametrize(

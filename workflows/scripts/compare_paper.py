@@ -13,10 +13,10 @@ import yaml
 from tfm.manifest import write_atomic
 
 DESCRIPTION = """
-Reads expected.yaml and the suite's summary.json (in a folder named after the suite). Writes compare.csv, one row an
-item: row of the inventory, item, paper, ours, low, high, n, tolerance, status, reason, source; compare.md is the same.
-status is pass, fail, not comparable (with the reason) or open (with what it needs). A difference is reported, never an
-error. Last line of stdout: one JSON object.
+Reads expected.yaml and the suite's summary.json, in a folder named after the suite; the devices stand in
+tables/headline.csv beside it. Writes compare.csv, one row an item: row of the inventory, item, paper, ours, low, high,
+n, tolerance, status, reason, source; compare.md is the same. status is pass, fail, not comparable (with the reason) or
+open (with what it needs). A difference is reported, never an error. Last line of stdout: one JSON object.
 """
 COLUMNS = (
     "row",
@@ -35,27 +35,48 @@ COLUMNS = (
 )
 
 
-def compare(expected: dict, summary: dict, suite: str) -> list[dict]:
-    """Return one row an item: pass, fail, open (nothing measured) or not comparable, with the reason."""
+def compare(expected: dict, summary: dict, suite: str, *, devices: set[str] = frozenset()) -> list[dict]:
+    """Return one row an item: pass, fail, open (nothing measured) or not comparable, with the reason.
+
+    An absolute number is comparable only when all `devices`, on which the suite ran, are the paper's card.
+    """
+    card = expected["card"]
+    on_card = bool(devices) and all(card in name for name in devices)
+    other_card = f"a time of {', '.join(sorted(devices)) or 'an unknown device'}, not of a {card}"
     why_not = None
     if suite not in expected["comparable"]:
         why_not = expected["not_comparable"].get(suite, f"suite {suite} is not the paper's configuration")
     rows = []
     for item in expected["items"]:
         ours = measured(item, summary)
+        if why_not and not ours:  # never in the paper's own suite: its headline is reasoning on
+            ours = measured(item, summary, reasoning=False)
         row = {"row": item["row"], "what": expected["rows"][item["row"]], "item": item["item"], "unit": item["unit"]}
         row |= {"paper": item["paper"], "source": item["source"], "tolerance": tolerance(item)}
         row |= {"ours": ours.get("value"), "low": ours.get("low"), "high": ours.get("high"), "n": ours.get("n")}
-        row["status"], row["reason"] = _status(item, ours, why_not)
+        elsewhere = other_card if item["per"] == "absolute" and not on_card else None
+        row["status"], row["reason"] = _status(item, ours, why_not or elsewhere)
         rows.append(row)
     return rows
 
 
-def measured(item: dict, summary: dict) -> dict:
-    """Return the entry of the summary that an item names, the first one with a value of several; empty for none."""
+def measured(item: dict, summary: dict, *, reasoning: bool = True) -> dict:
+    """Return the entry of the summary that an item names, the first one with a value of several; empty for none.
+
+    Without `reasoning`, T1 stands for T1_THINK.
+    """
     names = item["ours"] if isinstance(item["ours"], list) else [item["ours"]]
+    names = names if reasoning else [name and name.replace("_T1_THINK", "_T1") for name in names]
     entries = [summary[name] for name in names if summary.get(name)]
     return next((entry for entry in entries if entry.get("value") is not None), {})
+
+
+def devices_of(headline: Path) -> set[str]:
+    """Return the devices that the headline table names; none where the suite has no such table."""
+    if not headline.exists():
+        return set()
+    with open(headline, newline="", encoding="utf-8") as file:
+        return {row["device"] for row in csv.DictReader(file) if row.get("device")}
 
 
 def tolerance(item: dict) -> str:
@@ -115,7 +136,8 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="compare.csv; compare.md is written beside it")
     options = parser.parse_args()
     expected, summary = yaml.safe_load(options.expected.read_text()), json.loads(options.summary.read_text())
-    rows = compare(expected, summary, options.summary.resolve().parent.name)
+    folder = options.summary.resolve().parent
+    rows = compare(expected, summary, folder.name, devices=devices_of(folder / "tables/headline.csv"))
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
