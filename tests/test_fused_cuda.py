@@ -1,85 +1,23 @@
-"""The CUDA kernels against their definitions in float64, and what is refused before anything is launched."""
+"""The CUDA kernel of tree verify against its definition in float64, and what is refused before anything is launched."""
 
 import math
 import re
 
 import pytest
 import torch
+from cuda_cases import (
+    TOLERANCE,
+    TREES,
+    assert_equals_definition,
+    definition,
+    draw_inputs,
+    nan_outputs,
+    random_tree,
+    relative,
+    run,
+)
 
-from tfm_kernels import conv
-from tfm_kernels.gdn import fused_cuda, mixer_cuda, naive
-
-HEADS, GROUP, DIM = 2, 3, 128
-# 16 bits of mantissa in every operand: measured errors are below 6e-6 of the norm, a wrong row costs 1e-2
-TOLERANCE = 3e-5
-
-
-def random_tree(nodes, seed=0, depth=16):
-    generator, parents, depths = torch.Generator().manual_seed(seed), [-1], [0]
-    while len(parents) < nodes:
-        parent = int(torch.randint(0, len(parents), (1,), generator=generator))
-        if depths[parent] < depth - 1:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return torch.tensor(parents)
-
-
-TREES = {
-    "random": random_tree,
-    "chain": lambda nodes: torch.arange(-1, nodes - 1),
-    "wide": lambda nodes: torch.tensor([-1, *((i - 1) // 4 for i in range(1, nodes))]),
-    "mixed": lambda nodes: torch.tensor([-1, *(max(i - 4, 0) for i in range(1, nodes))]),
-    "star": lambda nodes: torch.tensor([-1] + [0] * (nodes - 1)),
-    "roots": lambda nodes: torch.tensor([-1] * nodes),
-}
-
-
-def draw_inputs(parents, *, seed=0, decay=0.3, heads=HEADS, group=GROUP, device="cuda"):
-    parents = parents if parents.dim() == 2 else parents[None]
-    generator = torch.Generator().manual_seed(seed)
-    requests, nodes = parents.shape
-    value_heads = heads * group
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    q, k = (torch.nn.functional.normalize(draw(requests, nodes, heads, DIM), dim=-1) for _ in range(2))
-    log_decay = -decay * draw(requests, nodes, value_heads).abs().clamp(min=0.01)
-    inputs = [(q * DIM**-0.5).bfloat16(), k.bfloat16(), draw(requests, nodes, value_heads, DIM).bfloat16(), log_decay]
-    inputs += [draw(requests, nodes, value_heads).sigmoid(), parents, draw(requests, value_heads, DIM, DIM)]
-    return [x.to(device) for x in inputs]
-
-
-def nan_outputs(inputs, out_dtype=torch.float32):
-    v = inputs[2]
-    return [
-        torch.full(v.shape, math.nan, dtype=out_dtype, device=v.device),
-        torch.full(v.shape, math.nan, device=v.device),
-        torch.full(v.shape[:3], math.nan, dtype=torch.float64, device=v.device),
-    ]
-
-
-def run(inputs, **options):
-    outputs = nan_outputs(inputs)
-    fused_cuda.tree_verify_into(*inputs, *outputs, **options)
-    return outputs
-
-
-def definition(inputs):
-    doubles = [x.double() if x.is_floating_point() else x.clamp(min=-1) for x in inputs]
-    return naive.naive_tree_verify(*doubles)
-
-
-def relative(got, expected):
-    return ((got.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
-
-
-def assert_equals_definition(inputs, tolerance=TOLERANCE):
-    out, u, path = run(inputs)
-    expected = definition(inputs)
-    assert relative(out, expected[0]) < tolerance
-    assert relative(u, expected[1]) < tolerance
-    assert relative(path, expected[2]) < 1e-12
+from tfm_kernels.gdn import fused_cuda
 
 
 @pytest.mark.gpu
@@ -230,124 +168,6 @@ def test_refuses_more_rows_than_it_has():
     """tokenspeed#700: checked in Python, not by a fault in the kernel."""
     with pytest.raises(ValueError, match="takes 1 to 144 rows, not 145"):
         run(draw_inputs(random_tree(145)))
-
-
-def commit_layer(trees, seed):
-    inputs = draw_inputs(trees, seed=seed)
-    _, u, path_log_decay = run(inputs)
-    generator, channels = torch.Generator().manual_seed(seed), 8 * DIM
-    requests, nodes = trees.shape
-    window = torch.randn(requests, 3, channels, generator=generator).bfloat16().cuda()
-    nodes_in = torch.randn(requests, nodes, channels, generator=generator).bfloat16().cuda()
-    return inputs, mixer_cuda.CommitLayer(inputs[6].clone(), inputs[1], u, path_log_decay, window, nodes_in)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17, 65])
-def test_commit_of_every_layer_equals_replay(length):
-    trees = torch.stack([random_tree(65, 3), TREES["chain"](65), TREES["wide"](65)])
-    both = [commit_layer(trees, seed) for seed in range(3)]
-    path = torch.full((3, length), -1)
-    walk = [-1] * 65
-    for node in range(65):
-        walk[node] = (walk[int(trees[0, node])] if node else 0) + 1
-    deepest = min(length, max(walk))
-    node = walk.index(deepest)
-    for at in reversed(range(deepest)):
-        path[0, at], node = node, int(trees[0, node])
-    path[1] = torch.arange(length)
-    path = path.cuda()  # the third request keeps its state
-    windows = conv.window_index(trees.cuda(), 4)
-    expected = [conv.commit(layer.inputs, layer.window, windows, path) for _, layer in both]
-    untouched = [(layer.state[2].clone(), layer.window[2].clone()) for _, layer in both]
-    mixer_cuda.Commit([layer for _, layer in both])(path)
-    for (inputs, layer), window, kept in zip(both, expected, untouched, strict=True):
-        doubles = [x.double() if x.is_floating_point() else x for x in inputs]
-        states = naive.naive_states(*doubles)[1]
-        for request in range(2):
-            leaf = int(path[request].max())
-            assert relative(layer.state[request], states[request, leaf]) < 1e-5
-        assert torch.equal(layer.window, window)
-        assert torch.equal(layer.state[2], kept[0])
-        assert torch.equal(layer.window[2], kept[1])
-
-
-@pytest.mark.gpu
-def test_512_commits_do_not_drift():
-    """uzu#609: random accepted paths, the committed state against a replay in float64 on the same bf16 inputs."""
-    errors, generator = [], torch.Generator().manual_seed(0)
-    exact = None
-    state = None
-    for step in range(512):
-        inputs = draw_inputs(random_tree(17, step), seed=step, heads=1)
-        state, exact = (inputs[6], inputs[6].double()) if state is None else (state, exact)
-        inputs[6] = state
-        _, u, path_log_decay = run(inputs)
-        leaf, path = int(torch.randint(0, 17, (1,), generator=generator)), []
-        while leaf >= 0:
-            path.insert(0, leaf)
-            leaf = int(inputs[5][0, leaf])
-        nodes = torch.zeros(1, 17, 8, dtype=torch.bfloat16, device="cuda")
-        layer = mixer_cuda.CommitLayer(state, inputs[1], u, path_log_decay, nodes[:, :3].contiguous(), nodes)
-        mixer_cuda.Commit([layer])(torch.tensor([path], device="cuda"))
-        along = [x[:, path].double() for x in inputs[:5]]
-        chain = torch.arange(-1, len(path) - 1, device="cuda")[None]
-        exact = naive.naive_states(*along, chain, exact)[1][:, -1]
-        errors.append(relative(state, exact))
-    assert max(errors) < 1e-4
-    assert sum(errors[-64:]) < 3 * sum(errors[64:128])
-
-
-def mixer_case(nodes, heads=HEADS):
-    generator = torch.Generator().manual_seed(nodes)
-    value_heads, channels = heads * GROUP, heads * (2 + GROUP) * DIM
-
-    def draw(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, generator=generator).to(dtype).cuda()
-
-    trees = torch.stack([random_tree(nodes), TREES["chain"](nodes)]).cuda()
-    inputs = mixer_cuda.MixerInputs(
-        mixed=draw(2, nodes, channels),
-        gate=draw(2, nodes, value_heads, DIM),
-        decay=draw(2, nodes, value_heads),
-        write=draw(2, nodes, value_heads),
-        parents=trees,
-        window=draw(2, 3, channels),
-        state=draw(2, value_heads, DIM, DIM, dtype=torch.float32),
-    )
-    weights = mixer_cuda.MixerWeights(
-        conv=draw(channels, 4),
-        a_log=draw(value_heads, dtype=torch.float32),
-        dt_bias=draw(value_heads, dtype=torch.float32),
-        norm=draw(DIM),
-        eps=1e-6,
-    )
-    return inputs, weights, mixer_cuda.MixerBuffers.empty(2, nodes, heads, value_heads, torch.device("cuda"))
-
-
-def mixer_definition(inputs, weights, heads=HEADS):
-    cpu = [x.double().cpu() for x in (inputs.mixed, weights.conv, inputs.window)]
-    x = conv.naive_tree_conv(*cpu, inputs.parents.cpu()).cuda()
-    q, k, v = (y.unflatten(-1, (-1, DIM)) for y in x.split([heads * DIM, heads * DIM, heads * GROUP * DIM], dim=-1))
-    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-    softplus = torch.nn.functional.softplus(inputs.decay.double() + weights.dt_bias)
-    log_decay, beta = -weights.a_log.double().exp() * softplus, inputs.write.double().sigmoid()
-    out, u, path = naive.naive_tree_verify(q * DIM**-0.5, k, v, log_decay, beta, inputs.parents, inputs.state.double())
-    normed = torch.nn.functional.rms_norm(out, (DIM,), weights.norm.double(), weights.eps)
-    gated = normed * torch.nn.functional.silu(inputs.gate.double())
-    return dict(q=q * DIM**-0.5, k=k, v=v, log_decay=log_decay, beta=beta, u=u, path_log_decay=path, normed=gated)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("nodes", [1, 3, 17, 65])
-def test_mixer_equals_definition_stage_by_stage(nodes):
-    inputs, weights, buffers = mixer_case(nodes)
-    mixer_cuda.mixer_into(inputs, weights, buffers)
-    expected = mixer_definition(inputs, weights)
-    # q, k, v are rounded to bf16 once (2^-9 each), and what follows carries that
-    bounds = dict(q=3e-3, k=3e-3, v=3e-3, log_decay=1e-6, beta=1e-6, u=1e-2, path_log_decay=1e-6, normed=1e-2)
-    for name, bound in bounds.items():
-        assert relative(getattr(buffers, name), expected[name]) < bound, name
 
 
 def test_cache_is_keyed_by_sources_flags_and_architecture(tmp_path, monkeypatch):
