@@ -37,6 +37,8 @@ OPEN_SUITES = {
 TREE_ROWS = (16, 65)
 KERNEL_SHAPE = {"heads": 2, "value_heads": 6, "size": 128}
 ALLOWED_ERROR = 2e-5  # of float32 against float64, outputs of size 1
+# the one backend that takes bf16 rows only splits float32 operands into 16 bits of mantissa
+ALLOWED_ERRORS = {"fused_cuda": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -145,15 +147,19 @@ def kernels() -> Iterator[Finding]:
                 yield Finding("kernels", where, "open", text, {"runs": False})
                 continue
             errors = {rows: kernel_error(name, device, rows) for rows in TREE_ROWS}
-            is_right = all(error <= ALLOWED_ERROR for error in errors.values())  # false for NaN
+            allowed = ALLOWED_ERRORS.get(name, ALLOWED_ERROR)
+            is_right = all(error <= allowed for error in errors.values())  # false for NaN
             text = ", ".join(f"{error:.1e} at T = {rows}" for rows, error in errors.items())
-            text += f" from float64 (allowed: {ALLOWED_ERROR:g})"
-            facts = {"runs": True, "allowed": ALLOWED_ERROR, "error": {str(rows): e for rows, e in errors.items()}}
+            text += f" from float64 (allowed: {allowed:g})"
+            facts = {"runs": True, "allowed": allowed, "error": {str(rows): e for rows, e in errors.items()}}
             yield Finding("kernels", where, "good" if is_right else "bad", text, facts, blocks=blocks and not is_right)
 
 
 def kernel_error(backend: str, device: str, rows: int) -> float:
-    """Return the largest error of a GDN backend in float32 on one random tree of `rows` nodes, against float64."""
+    """Return the largest error of a GDN backend on one random tree of `rows` nodes, against float64.
+
+    State and scalars are float32; q, k, v too, or bf16 for a backend that takes nothing else.
+    """
     import torch
 
     from tfm_kernels.gdn import ops
@@ -168,10 +174,12 @@ def kernel_error(backend: str, device: str, rows: int) -> float:
     q, k = (torch.nn.functional.normalize(draw(rows, heads, size), dim=-1) for _ in range(2))
     v, decay = draw(rows, value_heads, size), -0.3 * draw(rows, value_heads).abs()
     beta = draw(rows, value_heads).sigmoid()
-    inputs, state = (q * size**-0.5, k, v, decay, beta), draw(value_heads, size, size)
+    kinds = [torch.bfloat16 if backend == "fused_cuda" else torch.float32] * 3 + [torch.float32] * 3
+    drawn = (q * size**-0.5, k, v, decay, beta, draw(value_heads, size, size))
+    single = [x.to(device, kind) for x, kind in zip(drawn, kinds, strict=True)]
     parents = torch.tensor([parents])
-    expected = ops.tree_verify(*inputs, parents, state, backend="naive")[:2]
-    single = [x.to(device, torch.float32) for x in (*inputs, state)]
+    exact = [x.cpu().double() for x in single]
+    expected = ops.tree_verify(*exact[:5], parents, exact[5], backend="naive")[:2]
     found = ops.tree_verify(*single[:5], parents.to(device), single[5], backend=backend)[:2]
     return max(float((got.cpu().double() - want).abs().max()) for got, want in zip(found, expected, strict=True))
 

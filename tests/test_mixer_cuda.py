@@ -1,4 +1,4 @@
-"""The CUDA kernels around tree verify against their definitions in float64: commit of all layers, stages of the mixer."""
+"""The CUDA kernels around tree verify against float64 definitions: commit of all layers, the stages of the mixer."""
 
 import pytest
 import torch
