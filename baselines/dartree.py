@@ -1,4 +1,4 @@
-"""DARTree (paper.md 5.6): correct all live branches of a depth in one batch, then keep the B best prefixes of all.
+"""DARTree (arXiv 2608.13524): correct all live branches of a depth in one batch, then keep the B best prefixes of all.
 
 The supertree has W nodes a depth: the best by corrected cumulative log-probability among the C best children of the W
 branches above. Its size is fixed, so building takes one expansion a depth whatever the budget is, and the selection of

@@ -144,7 +144,7 @@ def test_traversal_accepts_as_much_as_target_only_on_random_trees(tree, seed):
 
 @pytest.mark.parametrize("noise", [0.1, 0.5, 1.0, 2.0])
 def test_legacy_traversal_overshoots_the_bound_where_exact_traversal_reaches_it(noise):
-    """The table of paper.md 6.3: drafter = target plus log-noise, two levels, 3 + 4 nodes over six tokens.
+    """The oldest public kernel's rule: drafter = target plus log-noise, two levels, 3 + 4 nodes over six tokens.
 
     The mean excess over 400 trees exceeds three of its standard errors; about 25, 21, 14 and 5 % of the bound. A single
     tree may fall below the bound when the drafter is far off.

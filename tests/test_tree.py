@@ -137,7 +137,7 @@ class TableScorer:
 
 
 def grow_by_hand(law, candidates, *, budget, width, children, depth):
-    """The pseudo-code of paper.md 5.3 for one request; (path, local log-prob) in slot order, and the expansions."""
+    """The paper's construction (its Appendix A) of one tree: (path, local log-prob) by slot, and the expansions."""
     slots, frontier, expansions = [((), 0.0)], [], 0  # frontier: [score, path, local] or None once taken
 
     def expand(path, score):

@@ -1,4 +1,4 @@
-"""Grow a draft tree best first, scoring w frontier nodes at once with a conditional head (paper.md 5.3).
+"""Grow a draft tree best first, scoring w frontier nodes at once with a conditional head (the paper's Appendix A).
 
 By default the tree is a function of the context: siblings are the top C candidates. With `SampledSiblings` they are
 drawn without replacement, at most C a node, and a slot's value is the chance that it is reached. Growing takes

@@ -1,7 +1,7 @@
 """The best tree a lossless method could draft: the B most probable prefixes under the target itself.
 
 Any lossless rule on a tree that is a function of the context accepts the sum over drafted nodes of P_target(path) on
-average (paper.md 7), so the B prefixes of largest probability are the physical limit at budget B, and a method's share
+average, so the B prefixes of largest probability are the physical limit at budget B, and a method's share
 of it is its `expected_accepted` over the limit at the same contexts.
 
     python -m tfm.oracle --suite results/mini --target tfm/weights/mini/target --device cuda --out oracle.parquet

@@ -114,7 +114,7 @@ def select(
 
 
 def subsample_key(row: PromptRow, *, name: str, seed: int = SUBSAMPLE_SEED) -> bytes:
-    """Return the first 8 bytes of sha256("seed|name|id|category"), big-endian order (paper.md 2.1)."""
+    """Return the first 8 bytes of sha256("seed|name|id|category"), big-endian: the order of the authors' benchmark."""
     return hashlib.sha256(f"{seed}|{name}|{row.id}|{row.category}".encode()).digest()[:8]
 
 

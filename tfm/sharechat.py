@@ -1,4 +1,4 @@
-"""Rebuild of the paper's ShareChat sample: 250 English conversations and 50 of each of five languages (paper.md 2.1).
+"""Rebuild of the paper's ShareChat sample: 250 English conversations and 50 of each of five languages.
 
 The five CSV files are read from the hub at a pinned revision; the pick is a function of their content and the seed.
 The same conversations as the paper's follow only if the files are the ones it used, which no pin of theirs shows.

@@ -1,4 +1,4 @@
-"""Siblings drawn without replacement (paper.md 5.1, 5.2): the children of a node are samples, not its best candidates.
+"""Siblings drawn without replacement (DySpec, arXiv 2410.11744): children are samples, not the best candidates.
 
 The k-th child of a node is drawn from the node's distribution q over all K candidates, the k - 1 before it left out.
 Whether it is drawn at all is decided before: by the probability that its slot is reached, P(path) times the mass that

@@ -177,7 +177,7 @@ def end_tokens(folder: Path | str, tokenizer: TextTokenizer) -> tuple[int, ...]:
 
 
 def answer_opening(*, reasoning: bool) -> list[str]:
-    """Return what follows `<|im_start|>assistant\\n` (paper.md 2.2): an empty think block, or an opened one."""
+    """Return what follows `<|im_start|>assistant\\n`: an empty think block, or an opened one."""
     return [THINK_START, "\n"] if reasoning else [THINK_START, "\n\n", THINK_END, "\n\n"]
 
 

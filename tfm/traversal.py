@@ -76,8 +76,8 @@ class NodeState:
 def traverse(rows: TreeRows, chance: Chance) -> tuple[list[int], NodeState]:
     """Return the accepted path (node ids from 0) and the state of its last node, whose row gives the bonus token.
 
-    Exact (paper.md 6.3): the emitted tokens follow the target's law, given the tree where siblings are the top
-    candidates, and on average over the draws of the tree where they were drawn.
+    Exact (Traversal Verification, arXiv 2505.12398): the emitted tokens follow the target's law, given the tree where
+    siblings are the top candidates, and on average over the draws of the tree where they were drawn.
     """
     return _run(rows, chance, _first_sibling if rows.is_drawn else _draw_sibling, _replace_row)
 
