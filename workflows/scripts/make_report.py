@@ -207,7 +207,7 @@ def comparison(folder: Path) -> list[str]:
         ours = with_interval(row["ours"], row["low"], row["high"])
         remark = "<br>".join(filter(None, [reason, source]))
         rows.append([what, name, _paper(row["paper"]), ours, number(row["n"]), chip(row["status"]), remark])
-    head = ["item of the paper", "number", "paper", "ours", "n", "status", "reason, and where the paper says it"]
+    head = ["item of the paper", "number", "paper", "ours", "n", "status", "remarks"]
     note = (
         "pass and fail: within the pass rule or not; open: not measured, with what it needs; not comparable: measured, "
         f"but not the paper's configuration{': ' + common if common else ''}. Rules: workflows/config/expected.yaml."

@@ -49,12 +49,12 @@ code { font-size: .85em; overflow-wrap: anywhere; } dl { display: grid; grid-tem
   table.cards td { border: 0; padding: .05rem 0; text-align: left; white-space: normal; min-width: 0; }
   table.cards td[data-name]::before { content: attr(data-name) " "; color: var(--soft); font-size: .85em;
     display: inline-block; min-width: 8rem; }
-  table.cards td:empty, table.cards td[data-name="variant"] { display: none; }
   table.cards td[data-name="setting"], table.cards td[data-name="method"], table.cards td[data-name="pair"],
-  table.cards td[data-name="item of the paper"] {
-    display: inline-block; font-weight: 600; margin-right: .6rem; }
+  table.cards td[data-name="item of the paper"] { display: inline-block; font-weight: 600; margin-right: .6rem; }
   table.cards td[data-name="setting"]::before, table.cards td[data-name="method"]::before,
-  table.cards td[data-name="pair"]::before, table.cards td[data-name="item of the paper"]::before { content: none; } }
+  table.cards td[data-name="pair"]::before, table.cards td[data-name="item of the paper"]::before,
+  table.cards td[data-name="number"]::before, table.cards td[data-name="remarks"]::before { content: none; }
+  table.cards td:empty:empty, table.cards td[data-name="variant"] { display: none; } }
 @media print { nav { display: none; } details > *:not(summary) { display: block; } body { max-width: none; }
   figure, tr { break-inside: avoid; } a { color: inherit; text-decoration: none; } }
 """
