@@ -63,7 +63,7 @@ class Run:
 
     folder: Path
     arguments: tuple[str, ...]
-    then: str = "pass"  # what a cell's process does after each record
+    then: str = "pass"  # what a cell's process does after each record; LEDGER is the path of the ledger
 
     def start(self) -> subprocess.Popen:
         """Start Snakemake in a session of its own, as a terminal would; what it prints goes to printed.log."""
@@ -100,7 +100,7 @@ class Run:
     def _place(self) -> dict:
         hook = self.folder / "hook"
         hook.mkdir(exist_ok=True)
-        text = HOOK.replace("LEDGER", repr(str(self.folder / "ledger"))).replace("THEN", self.then)
+        text = HOOK.replace("THEN", self.then).replace("LEDGER", repr(str(self.folder / "ledger")))
         (hook / "sitecustomize.py").write_text(text)
         return {"cwd": self.folder, "env": environment_of(self.folder, hook)}
 

@@ -268,6 +268,23 @@ def test_a_full_cache_refuses_before_it_writes():
     assert all(torch.equal(a, b) for a, b in zip(before, cache_tensors(cache), strict=True))
 
 
+@pytest.mark.parametrize(("path", "kept"), [([0], 1), ([0, 1, 2, 3, 4], 5)], ids=["no_draft", "every_draft"])
+def test_commit_takes_no_draft_and_every_draft_and_refuses_one_more(path, kept):
+    """vllm#50021, vllm#40756, vllm#41190: an accepted count taken for an index without bounds reads past the tree."""
+    target, prompt = toy_target(torch.float32), draw_tokens(1, 6)
+    cache, line = prefilled(target, prompt), draw_tokens(1, 5, seed=1)
+    output = target.verify(DraftTree.build(line, torch.tensor([[-1, 0, 1, 2, 3]])), cache)
+    before = [x.clone() for x in cache_tensors(cache)]
+    for wrong in ([0, 1, 2, 3, 4, 5], [0, -1, 2], [5], [-2]):
+        with pytest.raises(ValueError, match=r"path: .*nodes 0 to 4, then -1 as padding"):
+            cache.commit(output.scratch, torch.tensor([wrong]))
+        assert all(torch.equal(a, b) for a, b in zip(before, cache_tensors(cache), strict=True))
+    cache.commit(output.scratch, torch.tensor([path]))
+    fresh = prefilled(target, torch.cat([prompt, line[:, :kept]], dim=1), room=80 - kept)
+    for got, expected in zip(cache_tensors(cache), cache_tensors(fresh), strict=True):
+        assert torch.allclose(got, expected, atol=1e-4)
+
+
 def test_prefill_refuses_empty_prompts_and_used_caches():
     target = toy_target(torch.float32)
     cache = target.new_cache(2, 10)

@@ -1,5 +1,6 @@
 """Running the workflow in tests: a copy of the code, a tiny random family, and Snakemake as a user calls it."""
 
+import json
 import os
 import re
 import shutil
@@ -47,15 +48,62 @@ def environment_of(*folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def snakemake(folder: Path, *arguments: str, config=(), expect: int | None = 0, cwd: Path | None = None) -> str:
-    """Run Snakemake in a checkout, or from `cwd`; return everything it printed."""
-    call = [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *(["--config", *config] if config else [])]
-    done = subprocess.run(
-        call, cwd=cwd or folder, env=environment_of(folder), capture_output=True, text=True, timeout=600
-    )
+def snakemake(
+    folder: Path, *arguments: str, config=(), expect: int | None = 0, cwd: Path | None = None, wrapper=(), paths=()
+) -> str:
+    """Run Snakemake in a checkout, or from `cwd`; return everything it printed.
+
+    `wrapper` are words before the command, `paths` more folders to import from.
+    """
+    call = [*wrapper, sys.executable, "-m", "snakemake", "--cores", "1", *arguments]
+    call += ["--config", *config] if config else []
+    place = {"cwd": cwd or folder, "env": environment_of(folder, *paths)}
+    done = subprocess.run(call, **place, capture_output=True, text=True, timeout=600)
     text = done.stdout + done.stderr
     assert expect is None or done.returncode == expect, text[-4000:]
     return text
+
+
+# imported by every Python of a run: notes each use of an internet socket or name service, successful or not, and each
+# client of the network that a script of ours imports
+GUARD = """
+import socket, sys
+CLIENTS = {"huggingface_hub", "transformers", "datasets", "requests", "urllib3", "httpx", "aiohttp", "sentry_sdk"}
+def note(text):
+    with open(NOTES, "a") as file:
+        file.write(f"{sys.orig_argv[1:4]}: {text}\\n")
+def noted(name, real):
+    def call(*arguments, **named):
+        if getattr(arguments[0], "family", None) != socket.AF_UNIX:
+            note(f"{name} {arguments[1:] or arguments}")
+        return real(*arguments, **named)
+    return call
+for name in ("connect", "connect_ex", "sendto"):
+    setattr(socket.socket, name, noted(name, getattr(socket.socket, name)))
+for name in ("getaddrinfo", "gethostbyname", "gethostbyaddr", "create_connection"):
+    setattr(socket, name, noted(name, getattr(socket, name)))
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in CLIENTS:
+            note(f"import {name}")
+if any(word.startswith("workflows/scripts/") for word in sys.orig_argv):
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def run_offline(folder: Path, hook: Path, config) -> None:
+    """Run Snakemake with the network off, where a namespace can be made, and every use of it noted in offline.json."""
+    hook.mkdir()
+    notes = hook / "notes"
+    (hook / "sitecustomize.py").write_text(GUARD.replace("NOTES", repr(str(notes))))
+    wrapper = ["unshare", "--user", "--map-root-user", "--net"]
+    try:
+        is_off = subprocess.run([*wrapper, "true"], capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        is_off = False
+    snakemake(folder, config=config, wrapper=wrapper if is_off else (), paths=[hook])
+    uses = notes.read_text().splitlines() if notes.exists() else []
+    (folder / "offline.json").write_text(json.dumps({"network_off": is_off, "uses": uses}))
 
 
 def jobs(text: str) -> dict[str, int]:

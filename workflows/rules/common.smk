@@ -201,7 +201,10 @@ def lost_files():
         (config["figures"], "figures", FIGURE_FORMS),
     ]:
         files += [f"{head}/{folder}/{name}.{form}" for name in names for form in forms]
-    files += [f"{head}/plan.json", f"{head}/tables/captions.json", *probe_files()]
+    files += [
+        f"{head}/{name}" for name in ("plan.json", "compare.md", "tables/captions.json")
+    ]
+    files += probe_files()
     finished = (head / "report.html").exists()
     return [
         file
