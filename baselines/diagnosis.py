@@ -36,7 +36,9 @@ OPEN_SUITES = {
 # nodes, the root included: the paper's smallest and largest budget; ragged in a block of 16 and in one of 64
 TREE_ROWS = (16, 65)
 KERNEL_SHAPE = {"heads": 2, "value_heads": 6, "size": 128}
-ALLOWED_ERROR = 2e-5  # of float32 against float64, outputs of size 1
+# largest difference from float64, values of size 4: float32 rows in PyTorch, bfloat16 rows in a GPU kernel, whose
+# products keep 16 bits and more (kernels/NOTES.md); a wrong row costs 0.1 and more
+ALLOWED_ERROR, ALLOWED_KERNEL_ERROR = 2e-5, 5e-3
 # the one backend that takes bf16 rows only splits float32 operands into 16 bits of mantissa
 ALLOWED_ERRORS = {"fused_cuda": 1e-4}
 
@@ -134,35 +136,46 @@ def packages() -> Iterator[Finding]:
 def kernels() -> Iterator[Finding]:
     import torch  # slow to import
 
-    from tfm_kernels.gdn.ops import BACKENDS, resolve_backend
+    from tfm_kernels.gdn.ops import BACKENDS
 
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for name in BACKENDS:
-            where = f"{name}, {device}"
-            blocks = (name, device) == ("solve", "cpu")
-            try:
-                resolve_backend(name, torch.device(device), torch.float32)
-            except ValueError as error:
-                text = re.sub(r"^gdn_backend: | \(allowed[^)]*\)", "", str(error))
-                yield Finding("kernels", where, "open", text, {"runs": False})
-                continue
-            errors = {rows: kernel_error(name, device, rows) for rows in TREE_ROWS}
-            allowed = ALLOWED_ERRORS.get(name, ALLOWED_ERROR)
-            is_right = all(error <= allowed for error in errors.values())  # false for NaN
-            text = ", ".join(f"{error:.1e} at T = {rows}" for rows, error in errors.items())
-            text += f" from float64 (allowed: {allowed:g})"
-            facts = {"runs": True, "allowed": allowed, "error": {str(rows): e for rows, e in errors.items()}}
-            yield Finding("kernels", where, "good" if is_right else "bad", text, facts, blocks=blocks and not is_right)
+            yield _kernel(name, device)
+
+
+def _kernel(name: str, device: str) -> Finding:
+    import torch  # slow to import
+
+    from tfm_kernels.gdn.backends import KERNELS
+    from tfm_kernels.gdn.ops import resolve_backend
+
+    where, blocks = f"{name}, {device}", (name, device) == ("solve", "cpu")
+    try:
+        resolve_backend(name, torch.device(device), torch.float32)
+        errors = {rows: kernel_error(name, device, rows) for rows in TREE_ROWS}
+    except ValueError as error:
+        text = re.sub(r"^gdn_backend: | \(allowed[^)]*\)", "", str(error))
+        return Finding("kernels", where, "open", text, {"runs": False})
+    except Exception as error:  # a kernel that does not build or launch must not hide the next one
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Finding("kernels", where, "bad", text, {"runs": False}, blocks=blocks)
+    allowed = ALLOWED_KERNEL_ERROR if name in KERNELS else ALLOWED_ERROR
+    is_right = all(error <= allowed for error in errors.values())  # false for NaN
+    text = ", ".join(f"{error:.1e} at T = {rows}" for rows, error in errors.items())
+    text += f" from float64 (allowed: {allowed:g})"
+    facts = {"runs": True, "allowed": allowed, "error": {str(rows): error for rows, error in errors.items()}}
+    return Finding("kernels", where, "good" if is_right else "bad", text, facts, blocks=blocks and not is_right)
 
 
 def kernel_error(backend: str, device: str, rows: int) -> float:
     """Return the largest error of a GDN backend on one random tree of `rows` nodes, against float64.
 
-    State and scalars are float32; q, k, v too, or bf16 for a backend that takes nothing else.
+    q, k and v hold bfloat16 values, which a GPU kernel gets as bfloat16 and PyTorch as float32; the rest is float32.
     """
     import torch
 
     from tfm_kernels.gdn import ops
+    from tfm_kernels.gdn.backends import KERNELS
 
     heads, value_heads, size = KERNEL_SHAPE.values()
     generator = torch.Generator().manual_seed(rows)
@@ -172,15 +185,15 @@ def kernel_error(backend: str, device: str, rows: int) -> float:
 
     parents = [-1, *(int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, rows))]
     q, k = (torch.nn.functional.normalize(draw(rows, heads, size), dim=-1) for _ in range(2))
-    v, decay = draw(rows, value_heads, size), -0.3 * draw(rows, value_heads).abs()
-    beta = draw(rows, value_heads).sigmoid()
-    kinds = [torch.bfloat16 if backend == "fused_cuda" else torch.float32] * 3 + [torch.float32] * 3
-    drawn = (q * size**-0.5, k, v, decay, beta, draw(value_heads, size, size))
-    single = [x.to(device, kind) for x, kind in zip(drawn, kinds, strict=True)]
-    parents = torch.tensor([parents])
-    exact = [x.cpu().double() for x in single]
-    expected = ops.tree_verify(*exact[:5], parents, exact[5], backend="naive")[:2]
-    found = ops.tree_verify(*single[:5], parents.to(device), single[5], backend=backend)[:2]
+    vectors = [x.bfloat16() for x in (q * size**-0.5, k, draw(rows, value_heads, size))]
+    decay, beta = -0.3 * draw(rows, value_heads).abs(), draw(rows, value_heads).sigmoid()
+    scalars, parents = [x.float() for x in (decay, beta)], torch.tensor([parents])
+    state = draw(value_heads, size, size).float()
+    doubles = [x.double() for x in (*vectors, *scalars)]
+    expected = ops.tree_verify(*doubles, parents, state.double(), backend="naive")[:2]
+    vectors = vectors if backend in KERNELS else [x.float() for x in vectors]
+    given = [x.to(device) for x in (*vectors, *scalars, parents, state)]
+    found = ops.tree_verify(*given, backend=backend)[:2]
     return max(float((got.cpu().double() - want).abs().max()) for got, want in zip(found, expected, strict=True))
 
 

@@ -80,6 +80,18 @@ def test_a_kernel_that_gives_nan_is_found(capsys, folder, monkeypatch):
     assert status == 1 and found["kernels", "solve, cpu"][0] == "bad"
 
 
+def test_a_kernel_that_does_not_launch_hides_no_other(capsys, folder, monkeypatch):
+    def broken(name, device, rows):
+        if name == "naive":
+            raise RuntimeError("no image for this device")
+        return 1e-7
+
+    monkeypatch.setattr(diagnosis, "kernel_error", broken)
+    status, found, _ = report(capsys)
+    assert status == 0 and found["kernels", "solve, cpu"][0] == "good"
+    assert found["kernels", "naive, cpu"] == ("bad", "RuntimeError: no image for this device")
+
+
 def test_changed_weights_are_named(capsys, folder):
     path = folder / "tfm/weights/nano/weaver/model.safetensors"
     data = bytearray(path.read_bytes())
