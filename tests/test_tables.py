@@ -12,6 +12,7 @@ from workflow_runs import ROOT
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 import probe_tables
 import sanity
+import summary
 from compare_paper import compare, to_markdown
 from make_tables import readable
 from probe_records import Probe
@@ -231,7 +232,10 @@ def kernel_probe(us: dict[str, list[float]], *, passed: bool = True) -> Probe:
         for backend, values in us.items()
         for number, value in enumerate(values)
     ]
-    checks = [{"backend": backend, "dtype": "float32", "error": 1e-6, "passed": True, "reason": ""} for backend in us]
+    checks = [
+        {"backend": backend, "op": "verify", "dtype": "float32", "error": 1e-6, "passed": True, "reason": ""}
+        for backend in us
+    ]
     checks += (
         [] if passed else [{"backend": "bad", "dtype": "float32", "error": 1.0, "passed": False, "reason": "wrong"}]
     )
@@ -249,6 +253,7 @@ def test_the_kernel_table_pairs_rounds_and_stands_beside_the_paper():
     assert table.loc["naive", "us"] == 110 and table.loc["naive", "n"] == 2
     assert table.loc["naive", "paper_us"] == 195.0 and table.loc["solve", "paper_us"] == 42.8
     assert table.loc["solve", "paper_ratio"] == 4.56
+    assert summary._kernels(data, table.reset_index())["kernel_ratio_solve_64"]["value"] == 4
     # a backend that is wrong, or not here, has a reason and no time
     assert table["reason"].to_dict() == {"naive": "", "solve": "", "bad": "wrong", "fused_cuda": "needs a GPU"}
     assert table.loc[["bad", "fused_cuda"], "us"].isna().all()

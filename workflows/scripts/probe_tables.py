@@ -117,14 +117,17 @@ def _crossing(anchors: pd.DataFrame, curve) -> Estimate:
 
 
 def kernels(data) -> pd.DataFrame:
-    """Return one row a tree and backend: microseconds a layer, ratio of the baseline's time to it, and the paper's."""
+    """Return one row a tree and backend: microseconds a layer, ratio of the baseline's time to it, and the paper's.
+
+    A backend that the device lacks has one row, with the reason.
+    """
     probe = data.probes.get("kernels")
     if probe is None:
         return pd.DataFrame([{"backend": "", "reason": probes.why_not("kernels", data.config) or "no kernel records"}])
     facts, samples, checks = probe.facts, probe.frames["samples"], probe.frames["checks"]
     paper, rows = paper_kernels(), []
     for (shape, count), part in _trees(facts["settings"], samples):
-        for backend, unavailable in facts["backends"].items():
+        for backend in (name for name, why_not in facts["backends"].items() if not why_not):
             times = _rounds(part[part["backend"] == backend])
             row = {
                 "shape": shape,
@@ -141,8 +144,10 @@ def kernels(data) -> pd.DataFrame:
             row |= {"error": mine.loc[mine["dtype"] == "float32", "error"].max()}
             wrong = "; ".join(mine.loc[~mine["passed"], "reason"].unique())
             untimed = "" if len(times) else "not timed on this device"
-            rows.append(row | {"reason": unavailable or wrong or untimed})
-    return pd.DataFrame(rows)
+            rows.append(row | {"reason": wrong or untimed})
+    absent = [{"backend": name, "reason": why_not} for name, why_not in facts["backends"].items() if why_not]
+    frame = pd.DataFrame([*rows, *absent])
+    return frame.assign(rows=frame["rows"].astype("Int64"))  # whole, also beside a row without a tree
 
 
 @functools.cache
