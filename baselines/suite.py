@@ -101,7 +101,8 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
 
 def _settings(config: dict, variant: Variant, **fields) -> DecodeConfig:
     named = {key: value for key, value in asdict(variant).items() if key != "staged" and value is not None}
-    return check(DecodeConfig(max_new_tokens=config["max_new_tokens"], **named, **fields), draft_rows(config))
+    fields |= {"max_new_tokens": config["max_new_tokens"], "gdn_backend": config["gdn_backend"]}
+    return check(DecodeConfig(**named, **fields), draft_rows(config))
 
 
 def headline(config: dict) -> list[Variant]:

@@ -13,6 +13,7 @@ from baselines.inputs import WORKFLOWS, checkpoint_config, draft_rows, pins
 from baselines.methods import METHODS, SWEEPS
 from baselines.names import setting_name
 from baselines.refusals import did_you_mean, refusal, shown
+from tfm.config import DecodeConfig
 
 SCHEMA_FILE = WORKFLOWS / "schemas/config.schema.yaml"
 RESERVED = ("published", "train")  # folders of results/ that are no suite's
@@ -49,6 +50,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         _raise_if(_schema_problems(config, schema))
     defaults = dict.fromkeys(("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels"))
     defaults |= {"title": config["suite"], "checkpoints": {}, "servers": {}, "fixed": [], "timed": True}
+    defaults |= {"gdn_backend": DecodeConfig.gdn_backend}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job
     config |= {key: os.path.normpath(config[key]) for key in ("data", "weights") if config[key]}

@@ -71,7 +71,8 @@ RUN_SETS = ("mtbench", "sharechat")
 REHEARSAL = (
     "suite=paper-rehearsal",
     f"datasets={','.join(RUN_SETS)}", "device=cpu", "dtype=float32", "max_new_tokens=4", "context=512",
-    "methods=ar,dflash,ddtree,tfm", "torch_threads=1", "tables=headline,per_set,paired", "figures=tau",
+    "methods=ar,dflash,ddtree,tfm", "torch_threads=1", "gdn_backend=solve", "audit=[]",
+    "tables=headline,per_set,paired", "figures=tau",
 )  # fmt: skip
 RESULTS = "results/paper-rehearsal"
 
@@ -148,8 +149,9 @@ def finished(code):
 
 def test_a_dry_run_of_the_papers_suite_lists_its_jobs_without_weights(tmp_path):
     text = snakemake(ROOT, "-n", "--configfile", "workflows/config/paper.yaml", config=[f"weights={tmp_path / 'none'}"])
-    # 8 sets x 5 arms x 2 temperatures x reasoning on and off, and the 5 arms with stage times
-    assert jobs(text)["decode_cell"] == 165 and jobs(text)["prepare_prompts"] == 16 and jobs(text)["check_weights"] == 1
+    # 8 sets x 5 arms x 2 temperatures x reasoning on and off, the 5 arms with stage times, and two other rules
+    assert jobs(text)["decode_cell"] == 167 and jobs(text)["bench_kernel"] == jobs(text)["estimate_ceiling"] == 1
+    assert jobs(text)["prepare_prompts"] == 16 and jobs(text)["check_weights"] == 1
     assert f"weights: {tmp_path}/none/drafter holds no file; its jobs are listed, but they stop" in text
     assert "revision: gsm8k is unpinned" in text and "mtbench is unpinned" not in text
     text = snakemake(
@@ -167,6 +169,7 @@ def test_the_papers_protocol_is_in_the_config():
     hub = suite.pins()["hub"]
     assert {name: hub[name].get("cap") or hub[name]["rows"] for name in SETS} == COUNTS
     assert (config["max_new_tokens"], config["budget"], config["candidates"]) == (4096, 64, 512)
+    assert {cell["decode"]["gdn_backend"] for cell in suite.expand(config)} == {"fused_triton"}
     assert (config["temperatures"], config["reasoning"]) == ([1, 0], [True, False])
     pins = config["checkpoints"]
     assert pins["drafter"]["sha256"]["model.safetensors"].startswith("e0c050b3")
