@@ -17,7 +17,7 @@ from baselines.methods import resolve
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode
 
-PROMPTS, NEW_TOKENS = 16, 48
+PROMPTS, NEW_TOKENS = 8, 48
 ULPS = 2  # each of two ways to the same score ends in a rounding
 
 
