@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tfm_kernels.gdn import fused_cuda, mixer_cuda, naive
+from tfm_kernels.gdn import fused_cuda, mixer_cuda, naive, recurrent_sglang
 
 HEADS, VALUE_HEADS, DIM, SETS, LAYERS = 16, 48, 128, 24, 48
 SIZES = (16, 17, 32, 33, 64, 65, 128, 129)
@@ -70,8 +70,8 @@ def empty_outputs(sets) -> list[tuple[torch.Tensor, ...]]:
     return list(zip(out, u, path, strict=True))
 
 
-def arms_of(sets) -> dict[str, list]:
-    """Return arm -> a launch for each set; a launch returns (out, u, path_log_decay)."""
+def arms_of(sets, sglang=None) -> dict[str, list]:
+    """Return arm -> a launch for each set; a launch returns (out, u, path_log_decay), or out alone."""
     outputs = empty_outputs(sets)
 
     def fused(arguments, into, **options):
@@ -90,7 +90,14 @@ def arms_of(sets) -> dict[str, list]:
     }
     if HAVE_TRITON:
         arms |= triton_arms(sets)
+    if sglang is not None:
+        arms["sglang"] = sglang_arm(sets, sglang)
     return arms
+
+
+def sglang_arm(sets, kernel) -> list:
+    states = torch.empty(1, sets[0][0].shape[1], VALUE_HEADS, DIM, DIM, device="cuda")
+    return [recurrent_sglang.launch_of(kernel, arguments, states) for arguments in sets]
 
 
 def triton_arms(sets) -> dict[str, list]:
@@ -121,7 +128,7 @@ def gate(arms: dict[str, list], sets) -> dict[str, list[float]]:
     for name, launches in arms.items():
         got = launches[0]()
         torch.cuda.synchronize()
-        errors[name] = [error(x, y) for x, y in zip(got[:2], expected[:2], strict=True)]
+        errors[name] = [error(x, y) for x, y in zip(got[:2], expected[:2], strict=False)]
         if not max(errors[name]) < 1e-2:
             raise SystemExit(f"{name}: relative errors {errors[name]} at {sets[0][0].shape[1]} rows; nothing was timed")
     return errors
@@ -241,15 +248,14 @@ def summarise(samples: dict, errors: dict, facts: dict) -> dict:
     """Return the flat summary: medians in microseconds, ratios with intervals, errors, and what produced them."""
     summary = {"environment": facts, "relative_error_of_out_and_u_T65": errors}
     names = {"fused_cuda": "fused_us", "fused_cuda_plain_launch": "fused_plain_launch_us"}
-    names |= {"fused_triton": "fused_triton_us", "recurrent_triton": "recurrent_us"}
+    names |= {"fused_triton": "fused_triton_us", "recurrent_triton": "recurrent_us", "sglang": "sglang_us"}
     for key, arms in samples.items():
         for arm, values in arms.items():
             if key.startswith("random-T"):
                 summary[f"{names.get(arm, arm + '_us')}_{key.removeprefix('random-')}"] = quantile(values, 0.5)
-        if key.startswith("random-T") and "recurrent_triton" in arms:
-            summary[f"recurrent_over_fused_{key.removeprefix('random-')}"] = ratio(
-                arms["recurrent_triton"], arms["fused_cuda"]
-            )
+        for arm, name in (("recurrent_triton", "recurrent"), ("sglang", "sglang")):
+            if key.startswith("random-T") and arm in arms:
+                summary[f"{name}_over_fused_{key.removeprefix('random-')}"] = ratio(arms[arm], arms["fused_cuda"])
     summary["mixer_us_T65"] = quantile(samples["mixer-T65"]["mixer"], 0.5)
     for arm, values in samples["commit"].items():
         summary[f"{arm.replace('commit', 'commit_us')}"] = quantile(values, 0.5)
@@ -263,7 +269,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for samples.json and summary.json")
     parser.add_argument("--commit", required=True, help="commit of the code that is measured")
     parser.add_argument("--shapes-at", type=int, nargs="*", default=[16, 65, 128], help="rows of the other tree shapes")
+    parser.add_argument("--sglang", type=Path, help="folder of an unpacked sglang wheel: its kernel is timed too")
     options = parser.parse_args()
+    sglang = recurrent_sglang.load(options.sglang) if options.sglang else None
     warm = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(100):
         warm @ warm
@@ -272,9 +280,10 @@ def main() -> None:
     cases += [(shape, nodes) for nodes in options.shapes_at for shape in ("chain", "wide", "mixed")] + [("nano", 65)]
     for shape, nodes in cases:
         sets = draw_sets(trees_of(shape, nodes))
-        arms = arms_of(sets)
+        arms = arms_of(sets, sglang)
         if shape != "random":
-            arms = {name: arms[name] for name in ("fused_cuda", "fused_triton", "recurrent_triton") if name in arms}
+            kept = ("fused_cuda", "fused_triton", "recurrent_triton", "sglang")
+            arms = {name: arms[name] for name in kept if name in arms}
         found = gate(arms, sets)
         errors = found if (shape, nodes) == ("random", 65) else errors
         key = f"{shape}-T{nodes}"
