@@ -169,14 +169,14 @@ LOCK = """
 import sys, time
 from pathlib import Path
 from tfm.device import lock_first_free
-with lock_first_free([Path(name) for name in sys.argv[2:]], every=0.01) as index:
+with lock_first_free([Path(name) for name in sys.argv[3:]], every=0.01, shared=sys.argv[2] == "shared") as index:
     print("held", index, flush=True)
     time.sleep(float(sys.argv[1]))
 """
 
 
-def hold(paths: list[Path], folder: Path, *, seconds: float = 60) -> subprocess.Popen:
-    call = [sys.executable, "-c", LOCK, str(seconds), *map(str, paths)]
+def hold(paths: list[Path], folder: Path, *, seconds: float = 60, kind: str = "alone") -> subprocess.Popen:
+    call = [sys.executable, "-c", LOCK, str(seconds), kind, *map(str, paths)]
     environment = environment_of(ROOT)
     return subprocess.Popen(
         call, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -197,6 +197,26 @@ def test_a_card_is_held_by_one_process_wherever_it_runs_and_free_after_kill_minu
         assert third.stderr.readline() == "all cards are held by other runs; waiting for one\n"
         holders[1].kill()
         assert third.stdout.readline().startswith("held") and third.wait(timeout=20) == 0
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
+
+
+def test_untimed_cells_share_a_card_with_each_other_but_not_with_a_timed_one(tmp_path):
+    cards = [tmp_path / f"card{number}.lock" for number in range(2)]
+    holders = [hold(cards, tmp_path, kind="shared") for _ in range(2)]
+    try:
+        # a card each as long as there is one
+        assert sorted(holder.stdout.readline() for holder in holders) == ["held 0\n", "held 1\n"]
+        holders.append(hold(cards, tmp_path, kind="shared"))
+        assert holders[2].stdout.readline() in ("held 0\n", "held 1\n")
+        timed = hold(cards, tmp_path, seconds=0)
+        holders.append(timed)
+        assert timed.stderr.readline() == "all cards are held by other runs; waiting for one\n"
+        for holder in holders[:3]:
+            holder.kill()
+        assert timed.stdout.readline().startswith("held") and timed.wait(timeout=20) == 0
     finally:
         for holder in holders:
             holder.kill()

@@ -35,15 +35,16 @@ def check_device(name: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def claim(device: torch.device) -> Iterator[torch.device]:
+def claim(device: torch.device, *, shared: bool = False) -> Iterator[torch.device]:
     """Hold one card for the block, by a lock on its UUID that other checkouts and users see; a CPU needs none.
 
-    Takes the first free card; waits for one when all are held.
+    Takes the first free card; waits for one when all are held. Work without a clock may be `shared`: it stands beside
+    other such work on a card, and neither beside work that is timed.
     """
     if device.type == "cpu":
         yield device
         return
-    with lock_first_free(_card_locks()) as index:
+    with lock_first_free(_card_locks(), shared=shared) as index:
         torch.cuda.set_device(index)
         yield torch.device("cuda", index)
 
@@ -64,8 +65,10 @@ def facts(device: torch.device) -> dict:
 
 
 @contextlib.contextmanager
-def lock_first_free(paths: list[Path], *, every: float = 0.5) -> Iterator[int]:
+def lock_first_free(paths: list[Path], *, every: float = 0.5, shared: bool = False) -> Iterator[int]:
     """Hold a lock on the first of `paths` that nobody holds and yield its index; wait while all are held.
+
+    Where all are held, `shared` also takes one whose holders are shared too.
 
     The kernel releases it when the process ends, however it ends. The files stay: unlinking one would let two
     processes lock two inodes of one name.
@@ -73,7 +76,7 @@ def lock_first_free(paths: list[Path], *, every: float = 0.5) -> Iterator[int]:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(os.fdopen(_open_shared(path))) for path in paths]
         for attempt in itertools.count():
-            index = next((index for index, file in enumerate(files) if _is_locked_by_us(file)), None)
+            index = _lock_one(files, shared)
             if index is not None:
                 break
             if attempt == 0:
@@ -82,9 +85,18 @@ def lock_first_free(paths: list[Path], *, every: float = 0.5) -> Iterator[int]:
         yield index
 
 
-def _is_locked_by_us(file) -> bool:
+def _lock_one(files: list, shared: bool) -> int | None:
+    free = next((index for index, file in enumerate(files) if _is_locked(file, fcntl.LOCK_EX)), None)
+    if not shared:
+        return free
+    # not all holders to the first card
+    order = [(os.getpid() + turn) % len(files) for turn in range(len(files))] if free is None else [free]
+    return next((index for index in order if _is_locked(files[index], fcntl.LOCK_SH)), None)
+
+
+def _is_locked(file, kind: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
         return False

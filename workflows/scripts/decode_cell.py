@@ -50,7 +50,8 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
     source, prompts_sha256 = source_of(cell), manifest.sha256_file(prompts)
     digest = digest_of(cell, prompts)
     device.make_deterministic(threads=cell["threads"])
-    with CellWriter(out, digest=digest) as writer, device.claim(device.check_device(cell["device"])) as where:
+    where, shared = device.check_device(cell["device"]), cell["clock"] == "off"
+    with CellWriter(out, digest=digest) as writer, device.claim(where, shared=shared) as where:
         pending, resumed = _pending(rows, writer), len(writer.done)
         if not pending and writer.facts:
             return writer.finish([row.id for row in rows], writer.facts)
