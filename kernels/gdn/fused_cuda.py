@@ -120,9 +120,10 @@ def library(arch: str, group: int, precision: str, overlap: bool) -> ctypes.CDLL
     loaded = ctypes.CDLL(str(build(arch, group=group, precision=precision, overlap=overlap)))
     pointer, number = ctypes.c_void_p, ctypes.c_int
     loaded.tfm_tree_verify.argtypes = [pointer] * 10 + [number] * 4 + [pointer]
-    loaded.tfm_commit.argtypes = [pointer, number, pointer] + [number] * 6 + [pointer]
-    loaded.tfm_prepare.argtypes = [pointer] * 13 + [number] * 4 + [pointer]
-    loaded.tfm_gated_norm.argtypes = [pointer] * 4 + [ctypes.c_float, ctypes.c_int64, pointer]
+    loaded.tfm_commit.argtypes = [pointer, number, pointer] + [number] * 7 + [pointer]
+    stride = ctypes.c_int64
+    loaded.tfm_prepare.argtypes = [pointer] * 13 + [number] * 4 + [stride] * 3 + [pointer]
+    loaded.tfm_gated_norm.argtypes = [pointer] * 4 + [ctypes.c_float, ctypes.c_int64, number, stride, pointer]
     loaded.tfm_error_string.restype = ctypes.c_char_p
     return loaded
 
@@ -220,8 +221,13 @@ def _check(q, k, v, log_decay, beta, parents, state, out, u, path_log_decay) -> 
     check_tensors(expected, state.device)
 
 
-def check_tensors(expected: dict[str, tuple[Tensor, tuple, tuple]], device: torch.device) -> None:
-    """Raise ValueError unless every tensor has its shape and one of its dtypes, contiguous on the CUDA `device`."""
+def check_tensors(
+    expected: dict[str, tuple[Tensor, tuple, tuple]], device: torch.device, *, strided: tuple[str, ...] = ()
+) -> None:
+    """Raise ValueError unless every tensor has its shape and one of its dtypes, contiguous on the CUDA `device`.
+
+    Those named in `strided` may have their rows [R, T] further apart than they are long, all by one distance.
+    """
     for name, (tensor, shape, dtypes) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             raise ValueError(
@@ -230,12 +236,20 @@ def check_tensors(expected: dict[str, tuple[Tensor, tuple, tuple]], device: torc
             )
         # what a kernel reads in vectors; a slice of scalars may start anywhere
         vectors = tensor.dim() == 4 or shape[-1] % 8 == 0 and tensor.dtype == torch.bfloat16
-        if not tensor.is_contiguous() or vectors and tensor.data_ptr() % 16:
+        is_laid_out = _has_even_rows(tensor, vectors) if name in strided else tensor.is_contiguous()
+        if not is_laid_out or vectors and tensor.data_ptr() % 16:
             raise ValueError(
                 f"{name}: strides {tensor.stride()} are not allowed (allowed: contiguous, 16-byte aligned)"
             )
         if tensor.device != device or not tensor.is_cuda:
             raise ValueError(f"{name}: on {tensor.device} (allowed: the CUDA device of the state); move it there")
+
+
+def _has_even_rows(tensor: Tensor, vectors: bool) -> bool:
+    # [R, T, ..]: every row contiguous, all rows one distance apart, which keeps vectors aligned
+    distance = tensor.stride(1)
+    is_even = len(tensor) == 1 or tensor.stride(0) == tensor.shape[1] * distance
+    return tensor[0, 0].is_contiguous() and is_even and not (vectors and distance * tensor.element_size() % 16)
 
 
 def _check_rows(rows: int, shared_bytes: int, device: torch.device) -> None:

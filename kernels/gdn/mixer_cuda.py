@@ -26,6 +26,7 @@ class MixerWeights:
 
 @dataclass(frozen=True)
 class MixerInputs:
+    # the first four may be columns of one product: their rows may be further apart than they are long
     mixed: Tensor  # [R, T, C] bf16, before the convolution
     gate: Tensor  # [R, T, HV, 128] bf16
     decay: Tensor  # [R, T, HV] bf16
@@ -87,13 +88,15 @@ def mixer_into(
     with torch.cuda.device(inputs.state.device):
         stream = torch.cuda.current_stream().cuda_stream
         pointers = [x.data_ptr() for x in before + written]
-        raise_for(lib, lib.tfm_prepare(*pointers, requests, rows, heads, value_heads, stream), "prepare")
+        strides = [x.stride(1) for x in (inputs.mixed, inputs.decay, inputs.write)]
+        raise_for(lib, lib.tfm_prepare(*pointers, requests, rows, heads, value_heads, *strides, stream), "prepare")
         fused_cuda.tree_verify_into(
             b.q, b.k, b.v, b.log_decay, b.beta, inputs.parents, inputs.state, b.out, b.u, b.path_log_decay,
             precision=precision,
         )  # fmt: skip
         pointers = [x.data_ptr() for x in (b.out, inputs.gate, weights.norm, b.normed)]
-        raise_for(lib, lib.tfm_gated_norm(*pointers, weights.eps, requests * rows * value_heads, stream), "gated_norm")
+        sizes = (requests * rows * value_heads, value_heads, inputs.gate.stride(1))
+        raise_for(lib, lib.tfm_gated_norm(*pointers, weights.eps, *sizes, stream), "gated_norm")
 
 
 def _check_mixer(inputs: MixerInputs, weights: MixerWeights, buffers: MixerBuffers) -> None:
@@ -115,7 +118,7 @@ def _check_mixer(inputs: MixerInputs, weights: MixerWeights, buffers: MixerBuffe
         "out": (buffers.out, values, bf16),
         "normed": (buffers.normed, values, bf16),
     }
-    check_tensors(expected, inputs.state.device)
+    check_tensors(expected, inputs.state.device, strided=("mixed", "gate", "decay", "write"))
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class CommitLayer:
     u: Tensor  # [R, T, HV, 128] float32
     path_log_decay: Tensor  # [R, T, HV] float64
     window: Tensor  # [R, 3, C], the convolution's committed inputs, oldest first
-    inputs: Tensor  # [R, T, C] of window's dtype: the nodes' inputs
+    inputs: Tensor  # [R, T, C] of window's dtype: the nodes' inputs; rows equally far apart in all layers
 
 
 class Commit:
@@ -155,7 +158,13 @@ class Commit:
                 "window": (layer.window, (requests, WIDTH - 1, channels), (kind,)),
                 "inputs": (layer.inputs, (requests, self.rows, channels), (kind,)),
             }
-            check_tensors(expected, first.state.device)
+            check_tensors(expected, first.state.device, strided=("inputs",))
+            if layer.inputs.stride(1) != first.inputs.stride(1):
+                raise ValueError(
+                    f"inputs: rows {layer.inputs.stride(1)} apart are not allowed (allowed: {first.inputs.stride(1)}, "
+                    "as in the first layer); give all layers' inputs one distance"
+                )
+        self.input_bytes = first.inputs.stride(1) * kind.itemsize
         self.layers = list(layers)  # keeps the addresses alive
         addresses = [[getattr(layer, field.name).data_ptr() for field in fields(CommitLayer)] for layer in layers]
         self.table = torch.tensor(addresses, dtype=torch.int64, device=first.state.device)
@@ -174,6 +183,6 @@ class Commit:
         with torch.cuda.device(self.table.device):
             code = self.library.tfm_commit(
                 self.table.data_ptr(), len(self.layers), path.data_ptr(), *shape, self.rows, self.heads,
-                self.value_heads, self.window_bytes, torch.cuda.current_stream().cuda_stream,
+                self.value_heads, self.window_bytes, self.input_bytes, torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
         raise_for(self.library, code, "commit")

@@ -25,7 +25,7 @@ struct Layer {
   const float* u;                // [R, T, HV, DIM]
   const double* path_log_decay;  // [R, T, HV]
   uint4* window;                 // [R, WINDOW, C], any type, C bytes a multiple of 16
-  const uint4* inputs;           // [R, T, C]
+  const uint4* inputs;           // [R, T, C], rows input_units apart
 };
 
 __device__ __forceinline__ void add_scaled(float4& sum, float k, float4 u) {
@@ -102,7 +102,7 @@ __device__ void commit_state(const Layer& layer, const int64_t* path, int max_le
 
 // the newest WINDOW rows of cat([window, path])
 __device__ void commit_window(const Layer& layer, const int64_t* path, int max_length, int request, int slab, int rows,
-                              int units) {
+                              int units, int input_units) {
   const int length = count_nodes(path, max_length), unit = slab * THREADS + threadIdx.x;
   if (length == 0 || unit >= units) return;
   uint4* window = layer.window + static_cast<int64_t>(request) * WINDOW * units + unit;
@@ -111,7 +111,7 @@ __device__ void commit_window(const Layer& layer, const int64_t* path, int max_l
   for (int i = 0; i < WINDOW; ++i) {
     const int from = length + i;
     moved[i] = from < WINDOW ? window[from * static_cast<int64_t>(units)]
-                             : layer.inputs[(static_cast<int64_t>(request) * rows + path[from - WINDOW]) * units + unit];
+                             : layer.inputs[(static_cast<int64_t>(request) * rows + path[from - WINDOW]) * input_units + unit];
   }
 #pragma unroll
   for (int i = 0; i < WINDOW; ++i) window[i * static_cast<int64_t>(units)] = moved[i];
@@ -119,7 +119,7 @@ __device__ void commit_window(const Layer& layer, const int64_t* path, int max_l
 
 __global__ void __launch_bounds__(THREADS)
     commit_kernel(const Layer* layers, const int64_t* paths, int max_length, int rows, int heads, int value_heads,
-                  int units) {
+                  int units, int input_units) {
   const int request = blockIdx.y;
   tfm::follow_previous_grid();
   const int64_t* path = paths + static_cast<int64_t>(request) * max_length;
@@ -128,18 +128,18 @@ __global__ void __launch_bounds__(THREADS)
   if (slab < slabs) {
     commit_state(layer, path, max_length, request, slab, rows, heads, value_heads);
   } else {
-    commit_window(layer, path, max_length, request, slab - slabs, rows, units);
+    commit_window(layer, path, max_length, request, slab - slabs, rows, units, input_units);
   }
 }
 
 }  // namespace
 
 extern "C" int tfm_commit(const void* layers, int count, const void* paths, int requests, int max_length, int rows,
-                          int heads, int value_heads, int window_bytes, void* stream) {
+                          int heads, int value_heads, int window_bytes, int input_bytes, void* stream) {
   if (max_length > MAX_PATH) return TOO_LONG;
   const int units = window_bytes / 16;
   const dim3 grid(value_heads * (DIM / SLAB) + (units + THREADS - 1) / THREADS, requests, count);
   return tfm::launch(commit_kernel, grid, THREADS, 0, static_cast<cudaStream_t>(stream),
                      static_cast<const Layer*>(layers), static_cast<const int64_t*>(paths), max_length, rows, heads,
-                     value_heads, units);
+                     value_heads, units, input_bytes / 16);
 }

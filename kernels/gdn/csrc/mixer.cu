@@ -14,17 +14,18 @@ constexpr int MAX_ROWS = 144, TOO_MANY_ROWS = -1;
 constexpr float NORM_EPS = 1e-6f;
 
 struct PrepareArgs {
-  const __nv_bfloat16* mixed;    // [R, T, C], C = (2 H + HV) * DIM: q, k, v
+  const __nv_bfloat16* mixed;    // [R, T, C], C = (2 H + HV) * DIM: q, k, v; rows mixed_stride apart
   const __nv_bfloat16* window;   // [R, WIDTH - 1, C] committed inputs, oldest first
   const __nv_bfloat16* weight;   // [C, WIDTH]
-  const __nv_bfloat16* decay;    // [R, T, HV]
-  const __nv_bfloat16* write;    // [R, T, HV]
+  const __nv_bfloat16* decay;    // [R, T, HV], rows decay_stride apart
+  const __nv_bfloat16* write;    // [R, T, HV], rows write_stride apart
   const float* a_log;            // [HV]
   const float* dt_bias;          // [HV]
   const int64_t* parents;        // [R, T]; -2 is padding: q, k, v are 0
   __nv_bfloat16 *q, *k, *v;      // [R, T, heads, DIM]
   float *log_decay, *beta;       // [R, T, HV]
   int rows, heads, value_heads;
+  int64_t mixed_stride, decay_stride, write_stride;  // elements
 };
 
 __device__ __forceinline__ float4 load4(const __nv_bfloat16* from) {
@@ -58,9 +59,10 @@ __device__ void gates(const PrepareArgs& a, int request, int block, int threads)
   const int i = block * threads + threadIdx.x;
   if (i >= a.rows * a.value_heads) return;
   const int head = i % a.value_heads;
-  const float x = __bfloat162float(a.decay[base + i]) + a.dt_bias[head];
+  const int64_t row = static_cast<int64_t>(request) * a.rows + i / a.value_heads;
+  const float x = __bfloat162float(a.decay[row * a.decay_stride + head]) + a.dt_bias[head];
   a.log_decay[base + i] = log_decay_gate(a.a_log[head], x);
-  a.beta[base + i] = 1.0f / (1.0f + expf(-__bfloat162float(a.write[base + i])));
+  a.beta[base + i] = 1.0f / (1.0f + expf(-__bfloat162float(a.write[row * a.write_stride + head])));
 }
 
 // Grid (head of q, k, v in turn; groups of rows; request), and behind the heads the blocks of the gates.
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(WARPS * 32) prepare_kernel(const PrepareArgs a
 #pragma unroll
     for (int back = 0; back < WIDTH; ++back) {
       // above the root the window continues into the committed inputs: their newest is the root's parent
-      const __nv_bfloat16* row = at >= 0 ? a.mixed + (static_cast<int64_t>(request) * a.rows + at) * channels
+      const __nv_bfloat16* row = at >= 0 ? a.mixed + (static_cast<int64_t>(request) * a.rows + at) * a.mixed_stride
                                          : a.window + (request * (WIDTH - 1) + (WIDTH - 1 + at)) * channels;
       x[i][back] = padding[i] ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : load4(row + channel);
       at = at >= 0 ? max(parents[at], -1) : at - 1;
@@ -123,15 +125,16 @@ __global__ void __launch_bounds__(WARPS * 32) prepare_kernel(const PrepareArgs a
   }
 }
 
-// y = rms_norm(out) weight silu(gate) over DIM, a warp a row of one head
+// y = rms_norm(out) weight silu(gate) over DIM, a warp a row of one head; gate rows of all heads are gate_stride apart
 __global__ void __launch_bounds__(WARPS * 32)
     norm_kernel(const __nv_bfloat16* out, const __nv_bfloat16* gate, const __nv_bfloat16* weight, __nv_bfloat16* y,
-                float eps, int64_t count) {
+                float eps, int64_t count, int value_heads, int64_t gate_stride) {
   tfm::follow_previous_grid();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
   if (row >= count) return;
   const int lane = threadIdx.x & 31;
-  const float4 x = load4(out + row * DIM + lane * 4), z = load4(gate + row * DIM + lane * 4);
+  const int64_t at = row / value_heads * gate_stride + row % value_heads * DIM;
+  const float4 x = load4(out + row * DIM + lane * 4), z = load4(gate + at + lane * 4);
   const float4 w = load4(weight + lane * 4);
   const float scale = rsqrtf(sum_warp(x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w) / DIM + eps);
   store4(y + row * DIM + lane * 4, make_float4(scale * x.x * w.x * silu(z.x), scale * x.y * w.y * silu(z.y),
@@ -144,7 +147,8 @@ extern "C" {
 
 int tfm_prepare(const void* mixed, const void* window, const void* weight, const void* decay, const void* write,
                 const void* a_log, const void* dt_bias, const void* parents, void* q, void* k, void* v, void* log_decay,
-                void* beta, int requests, int rows, int heads, int value_heads, void* stream) {
+                void* beta, int requests, int rows, int heads, int value_heads, int64_t mixed_stride,
+                int64_t decay_stride, int64_t write_stride, void* stream) {
   using bf16 = __nv_bfloat16;
   const PrepareArgs args{static_cast<const bf16*>(mixed),
                          static_cast<const bf16*>(window),
@@ -161,7 +165,10 @@ int tfm_prepare(const void* mixed, const void* window, const void* weight, const
                          static_cast<float*>(beta),
                          rows,
                          heads,
-                         value_heads};
+                         value_heads,
+                         mixed_stride,
+                         decay_stride,
+                         write_stride};
   if (rows > MAX_ROWS) return TOO_MANY_ROWS;
   const int groups = (rows + WARPS * EACH - 1) / (WARPS * EACH);
   const int gate_blocks = (rows * value_heads + WARPS * 32 - 1) / (WARPS * 32);
@@ -170,10 +177,10 @@ int tfm_prepare(const void* mixed, const void* window, const void* weight, const
 }
 
 int tfm_gated_norm(const void* out, const void* gate, const void* weight, void* y, float eps, int64_t count,
-                   void* stream) {
+                   int value_heads, int64_t gate_stride, void* stream) {
   using bf16 = __nv_bfloat16;
   return tfm::launch(norm_kernel, dim3((count + WARPS - 1) / WARPS), WARPS * 32, 0, static_cast<cudaStream_t>(stream),
                      static_cast<const bf16*>(out), static_cast<const bf16*>(gate), static_cast<const bf16*>(weight),
-                     static_cast<bf16*>(y), eps, count);
+                     static_cast<bf16*>(y), eps, count, value_heads, gate_stride);
 }
 }

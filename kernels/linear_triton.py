@@ -1,0 +1,151 @@
+"""Products of few rows with a large weight: x [M, in] times weight [out, in] transposed; reading the weight is all.
+
+Tokens are the narrow side: a tile is BN rows of the weight by the tokens, which are padded to a power of two, or to 64
+and a power of two behind them (65 rows take 64 + 16, not 128). The inner dimension may be cut into splits, which a
+second launch adds up. Which form a shape takes was measured (`linear_choices.json`); one that nobody measured goes to
+torch's own product.
+"""
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHOICES = Path(__file__).parent / "linear_choices.json"
+MAX_ROWS = 192
+
+
+@triton.jit
+def _probe():
+    pass
+
+
+# the interpreter multiplies the bits of bf16 operands as integers, so there they are widened first
+_INTERPRETED = tl.constexpr(type(_probe).__name__ == "InterpretedFunction")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one shape is multiplied: by torch, or by the kernel with these tiles."""
+
+    form: str = "torch"  # torch, triton
+    block_out: int = 64
+    block_in: int = 128
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if _INTERPRETED or a.dtype == tl.float32:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc=acc)
+
+
+@triton.jit
+def _store(acc, out_p, first, out_row, M, OUT, SIZE: tl.constexpr):
+    token = first + tl.arange(0, SIZE)
+    inside = (out_row < OUT)[:, None] & (token < M)[None, :]
+    tl.store(out_p + token[None, :].to(tl.int64) * OUT + out_row[:, None], acc.to(out_p.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _linear_kernel(
+    x_p, weight_p, out_p, M, OUT, IN, x_stride, FIRST: tl.constexpr, SECOND: tl.constexpr, HAS_SECOND: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    # grid (blocks of the weight's rows, splits of the inner dimension); `out` has one plane a split
+    block, split = tl.program_id(0), tl.program_id(1)
+    out_row, lane = block * BN + tl.arange(0, BN), tl.arange(0, BK)
+    first, second = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
+    each = tl.cdiv(tl.cdiv(IN, SPLITS), BK) * BK
+    low = split * each
+    high = tl.minimum(low + each, IN)
+    weights = weight_p + out_row[:, None].to(tl.int64) * IN + lane[None, :]
+    acc = tl.zeros((BN, FIRST), tl.float32)
+    more = tl.zeros((BN, SECOND), tl.float32)
+    for k in range(low, high, BK):
+        tile = tl.load(weights + k, mask=(out_row < OUT)[:, None], other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_p + first[:, None] * x_stride + (k + lane)[None, :], mask=(first < M)[:, None], other=0.0)
+        acc = _dot(tile, tl.trans(x), acc)
+        if HAS_SECOND:
+            y = tl.load(x_p + second[:, None] * x_stride + (k + lane)[None, :], mask=(second < M)[:, None], other=0.0)
+            more = _dot(tile, tl.trans(y), more)
+    out_p += split.to(tl.int64) * M * OUT
+    _store(acc, out_p, 0, out_row, M, OUT, FIRST)
+    if HAS_SECOND:
+        _store(more, out_p, FIRST, out_row, M, OUT, SECOND)
+
+
+@triton.jit
+def _sum_kernel(parts_p, out_p, COUNT, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in range(SPLITS):
+        total += tl.load(parts_p + split * COUNT + at, mask=at < COUNT, other=0.0)
+    tl.store(out_p + at, total.to(out_p.dtype.element_ty), mask=at < COUNT)
+
+
+def token_blocks(rows: int) -> tuple[int, int]:
+    """Return how `rows` tokens are padded: a block of 16, 32 or 64, or 64 (128) and a second one behind it, else 0."""
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"rows: {rows} is not allowed (allowed: 1 to {MAX_ROWS}); use torch's product")
+    if rows <= 64:
+        return max(16, triton.next_power_of_2(rows)), 0
+    first = 64 if rows <= 128 else 128
+    return first, max(16, triton.next_power_of_2(rows - first))
+
+
+def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+    """Return x [M, in] times weight [out, in] transposed, [M, out] in x's dtype, with float32 sums; `out` is filled."""
+    (rows, inner), out_rows = x.shape, weight.shape[0]
+    if inner % choice.block_in:
+        raise ValueError(
+            f"block_in: {choice.block_in} is not allowed for an inner size of {inner} (allowed: a divisor); choose one"
+        )
+    first, second = token_blocks(rows)
+    out = x.new_empty(rows, out_rows) if out is None else out
+    parts = out if choice.splits == 1 else x.new_empty(choice.splits, rows, out_rows, dtype=torch.float32)
+    _linear_kernel[(triton.cdiv(out_rows, choice.block_out), choice.splits)](
+        x, weight, parts, rows, out_rows, inner, x.stride(0), FIRST=first, SECOND=second or 16, HAS_SECOND=second > 0,
+        BN=choice.block_out, BK=choice.block_in, SPLITS=choice.splits, num_warps=choice.warps, num_stages=choice.stages,
+    )  # fmt: skip
+    if choice.splits > 1:
+        count = rows * out_rows
+        _sum_kernel[(triton.cdiv(count, 1024),)](parts, out, count, SPLITS=choice.splits, BLOCK=1024, num_warps=4)
+    return out
+
+
+def key_of(rows: int, out_rows: int, inner: int) -> str:
+    """Return the name of a shape in the table of choices: tokens as they are padded."""
+    return f"{sum(token_blocks(rows))}x{out_rows}x{inner}"
+
+
+@functools.cache
+def measured_choices(path: Path = CHOICES) -> dict[str, Choice]:
+    """Return the measured choices; empty where nothing was measured yet."""
+    if not path.exists():
+        return {}
+    return {key: Choice(**entry) for key, entry in json.loads(path.read_text(encoding="utf-8"))["choices"].items()}
+
+
+def write_choices(path: Path, choices: dict[str, Choice], facts: dict) -> None:
+    """Write measured choices with what they were measured on."""
+    entries = {key: asdict(choice) for key, choice in sorted(choices.items())}
+    path.write_text(json.dumps({"measured": facts, "choices": entries}, indent=1) + "\n", encoding="utf-8")
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return x [M, in] times weight [out, in] transposed in the form that was measured fastest; `out` is filled."""
+    rows = x.shape[0]
+    choice = measured_choices().get(key_of(rows, *weight.shape)) if rows <= MAX_ROWS else None
+    if choice is None or choice.form == "torch":
+        return torch.nn.functional.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+    return multiply(x, weight, choice, out)

@@ -1,0 +1,81 @@
+"""CUDA graphs of a step's parts, and the clock that times stages inside them."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tfm.clock import Clock
+
+WARM_UPS = 2  # eager runs before a capture: kernels compile and libraries make their workspaces there
+
+
+class GraphClock(Clock):
+    """A Clock whose CUDA stages may stand inside a captured graph: their events are recorded at every replay."""
+
+    def __init__(self, mode: str = "off", device: torch.device | str = "cpu"):
+        super().__init__(mode, device)
+        self._kept: list[tuple[str, object, object]] = []
+        self._capturing = False
+
+    @contextmanager
+    def capture(self):
+        """Keep the stages that are entered in the block: they belong to every later step."""
+        self._spans.clear()
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+            self._kept += self._spans
+            self._spans.clear()
+
+    def start_step(self) -> None:
+        super().start_step()
+        self._spans += self._kept
+
+    def _mark(self):
+        if not self._capturing:
+            return super()._mark()
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record()
+        return event
+
+
+class Part:
+    """A function of device state, run as it is or captured once and replayed. Its results keep their addresses.
+
+    Capturing runs it first: the caller puts the state that it changes back.
+    """
+
+    def __init__(self, function: Callable[[], Tensor | None], clock: Clock, pool=None):
+        self._function, self._clock, self._pool = function, clock, pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: Tensor | None = None
+
+    def warm_up(self) -> None:
+        """Run on a side stream, as a capture will."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._function()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def capture(self) -> None:
+        """Capture on the current device; nothing is executed."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with self._clock.capture(), torch.cuda.graph(graph, pool=self._pool):
+            self._result = self._function()
+        self._graph = graph
+
+    @property
+    def is_captured(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self) -> Tensor | None:
+        if self._graph is None:
+            return self._function()
+        self._graph.replay()
+        return self._result

@@ -1,0 +1,147 @@
+"""The loop of tfm/decode.py on static memory, one request at a time: same tokens, same trees, same records.
+
+While the host writes down what a step accepted, the device already commits it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from tfm.config import DecodeConfig
+from tfm.decode import Models, Prompt, Proposer, _Request
+from tfm.engine.accept import Decision, unpack
+from tfm.engine.forms import Forms
+from tfm.engine.graphs import GraphClock
+from tfm.engine.step import StaticStep, check
+from tfm.sampling import next_tokens
+from tfm.trace import RequestTrace
+
+
+class Engine:
+    """A method ready to decode: memory for `capacity` tokens of prompt and output, graphs captured if asked for.
+
+    Raises ValueError as tfm.decode does, and for rules, batch sizes and forms that the static engine lacks.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        config: DecodeConfig,
+        *,
+        proposer: Proposer,
+        capacity: int,
+        forms: Forms | None = None,
+        clock: str = "off",
+    ):
+        forms = forms or Forms()
+        config.check(models.drafter.draft_rows if models.drafter is not None else None)
+        models.check()
+        check(config, models, forms)
+        self.models, self.config = models, config
+        self.clock = GraphClock(clock, models.target.embed_weight.device)
+        with torch.inference_mode():
+            self.step = StaticStep(models, config, proposer, capacity=capacity, forms=forms, clock=self.clock)
+        self._host: torch.Tensor | None = None
+
+    def decode(
+        self,
+        prompts: list[Prompt],
+        *,
+        on_finish: Callable[[RequestTrace], None],
+        on_token: Callable[[str, int], None] | None = None,
+        detokenise: Callable[[list[int]], str] | None = None,
+        traced: bool = False,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        """Decode every prompt in turn; see tfm.decode.decode. `max_new_tokens` shortens a warm-up."""
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        with torch.inference_mode():
+            for prompt in prompts:
+                self._run(prompt, on_finish, on_token, detokenise, traced, max_new_tokens)
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        vocab = self.models.target.config.vocab_size
+        if not prompt.tokens or not all(0 <= token < vocab for token in prompt.tokens):
+            raise ValueError(
+                f"prompt {prompt.id}: one token or more, each 0 to {vocab - 1}, are needed; check tokenizer"
+            )
+        needed = len(prompt.tokens) + self.config.max_new_tokens
+        if needed > self.step.capacity:
+            raise ValueError(
+                f"prompt {prompt.id}: {needed} tokens with its output do not fit (allowed: "
+                f"{self.step.capacity}); raise capacity"
+            )
+
+    def _run(self, prompt: Prompt, on_finish, on_token, detokenise, traced: bool, cap: int | None) -> None:
+        config = self.config if cap is None else replace(self.config, max_new_tokens=cap)
+        if config.stop and detokenise is None:
+            raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
+        request, clock = _Request(prompt, config, detokenise), self.clock
+        start = clock.now()
+        logits = self.step.prefill(prompt.tokens, prompt.index, self._first_token)
+        root = int(self.step.context.roots)
+        self._refuse_nan(request, float(logits[0, 0, root]))
+        request.emit([root])
+        started = clock.now()
+        while request.finish_reason is None:
+            self._step(request, traced)
+            if on_token is not None:
+                on_token(prompt.id, len(request.output))
+        end = clock.now()
+        on_finish(
+            RequestTrace(
+                id=prompt.id,
+                index=prompt.index,
+                prompt_tokens=len(prompt.tokens),
+                output_tokens=request.output,
+                finish_reason=request.finish_reason,
+                prefill_us=(started - start) * 1e6 if start is not None else None,
+                decode_us=(end - started) * 1e6 if start is not None else None,
+                steps=request.steps,
+                trees=request.trees,
+            )
+        )
+
+    def _first_token(self, logits, lengths, indices):
+        config = self.config
+        return next_tokens(logits, lengths[:, None], indices, seed=config.seed, temperature=config.temperature)[:, 0]
+
+    def _step(self, request: _Request, traced: bool) -> None:
+        clock, step = self.clock, self.step
+        clock.start_step()
+        packet = step.decide()
+        arrived = self._copy(packet)
+        step.commit()
+        decision = self._wait(arrived)
+        self._refuse_nan(request, decision.bonus_logit)
+        if decision.is_unfinished:
+            raise RuntimeError(
+                f"tree: step {len(request.steps)} of prompt {request.prompt.id} needs more expansions than were "
+                "planned (the frontier held fewer than width entries); lower width, or use the reference loop"
+            )
+        request.record(decision, 0, decision, traced)
+        request.steps[-1].stage_us = clock.end_step()
+
+    def _copy(self, packet: torch.Tensor):
+        # the step's one device-to-host copy
+        if packet.device.type != "cuda":
+            self._host = packet
+            return None
+        if self._host is None:
+            self._host = torch.empty(packet.shape, dtype=packet.dtype, pin_memory=True)
+            self._arrived = torch.cuda.Event()
+        self._host.copy_(packet, non_blocking=True)
+        self._arrived.record()
+        return self._arrived
+
+    def _wait(self, arrived) -> Decision:
+        if arrived is not None:
+            arrived.synchronize()
+        return unpack(self._host, self.step.path_rows)
+
+    def _refuse_nan(self, request: _Request, logit: float) -> None:
+        if logit != logit:
+            where = f"prompt {request.prompt.id}, after {len(request.output)} tokens"
+            raise ValueError(f"logits: NaN ({where}); the target's weights or dtype are broken, check them")

@@ -1,0 +1,164 @@
+"""A step on static memory: decide (draft, build, verify, accept), then commit. No part of it waits for the host."""
+
+import torch
+from torch import Tensor
+
+from tfm.config import DecodeConfig
+from tfm.decode import Models, Proposer
+from tfm.drafter import Drafter
+from tfm.engine.accept import RULES, accept_static, draw_rows, make_fast_draw, pack
+from tfm.engine.candidates import marginals_from_logits
+from tfm.engine.drafter import StaticDrafter
+from tfm.engine.forms import TRITON, Forms
+from tfm.engine.graphs import WARM_UPS, GraphClock, Part
+from tfm.engine.ops import make_ops
+from tfm.engine.target import StaticTarget
+from tfm.marginals import Marginals
+from tfm.target import TargetOutput
+
+
+class StaticContext:
+    """What a proposer reads, as tfm.decode.Context, in buffers that keep their addresses."""
+
+    def __init__(self, models: Models, target: StaticTarget, drafter: StaticDrafter | None):
+        weight = models.target.embed_weight
+        self._drafter = drafter
+        self.indices = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        self.root_positions = target.length
+        self.roots = torch.zeros_like(self.indices)
+        self.target_hidden = weight.new_zeros(1, weight.shape[1])
+
+    def draft(self, candidates: int) -> Marginals:
+        """Run the drafter once and return its `candidates` best tokens for each of its rows."""
+        if self._drafter is None:
+            raise ValueError("drafter: None is not allowed for a method that drafts; load the drafter")
+        logits, hidden = self._drafter.draft(self.roots)
+        return marginals_from_logits(logits, hidden, candidates)
+
+
+class StaticStep:
+    """One method's step. `prefill` starts a request, `decide` returns a packet on the device, `commit` applies it."""
+
+    def __init__(
+        self,
+        models: Models,
+        config: DecodeConfig,
+        proposer: Proposer,
+        *,
+        capacity: int,
+        forms: Forms,
+        clock: GraphClock,
+    ):
+        self.models, self.config, self.proposer, self.forms, self.clock = models, config, proposer, forms, clock
+        self.capacity, ops = capacity, make_ops(forms)
+        self.path_rows = _path_rows(config, models.drafter)
+        rows = max(self.path_rows, (config.budget or 0) + 1)
+        self.target = StaticTarget(models.target, capacity=capacity, rows=rows, ops=ops, gdn_backend=config.gdn_backend)
+        self.drafter = None
+        if models.drafter is not None:
+            self.drafter = StaticDrafter(
+                models.drafter,
+                models.target,
+                length=self.target.length,
+                capacity=capacity,
+                path_rows=self.path_rows,
+                ops=ops,
+            )
+        self.context = StaticContext(models, self.target, self.drafter)
+        self._draw = _draw_of(forms)
+        self._decide, self._commit = Part(self._run_decide, clock), Part(self._run_commit, clock)
+        if forms.graphs:
+            self._capture()
+
+    def decide(self) -> Tensor:
+        """Return the packet of the next step; nothing is committed yet."""
+        return self._decide()
+
+    def commit(self) -> None:
+        """Make the last decision permanent; a request that ended with it is simply not asked again."""
+        self._commit()
+
+    def prefill(self, tokens: list[int], index: int, root_of) -> Tensor:
+        """Start a request: prefill as tfm.decode does, copy its rows; return the logits [1, 1, vocab].
+
+        `root_of(logits, lengths, indices)` draws the first token [1].
+        """
+        target, device = self.models.target, self.context.roots.device
+        lengths = torch.tensor([len(tokens)], device=device)
+        self.context.indices.fill_(index)
+        cache = target.new_cache(1, len(tokens))
+        output = target.prefill(torch.tensor([tokens], device=device), lengths, cache)
+        self.target.load(cache)
+        self.context.roots.copy_(root_of(output.logits, lengths, self.context.indices))
+        self.context.target_hidden.copy_(output.hidden[:, 0])
+        if self.drafter is not None:
+            rows = self.models.drafter.new_cache(1, len(tokens))
+            self.models.drafter.append(output.taps, lengths, rows)
+            self.drafter.load(rows)
+        return output.logits
+
+    def _run_decide(self) -> Tensor:
+        tree = self.proposer.propose(self.context, self.clock)
+        with self.clock.stage("verify"):
+            self._output: TargetOutput = self.target.verify(tree, self.clock)
+        with self.clock.stage("accept"):
+            self._result, logit = accept_static(
+                tree,
+                self._output.logits,
+                self.config,
+                indices=self.context.indices,
+                length=self.target.length,
+                path_rows=self.path_rows,
+                draw=self._draw,
+            )
+            return pack(tree, self._result, logit, getattr(self.proposer, "unfinished", None))
+
+    def _run_commit(self) -> None:
+        output, result, context = self._output, self._result, self.context
+        with self.clock.stage("commit"):
+            nodes = result.path[0].clamp(min=0)
+            self.target.commit(result.path)
+            context.target_hidden.copy_(output.hidden[0].index_select(0, nodes.gather(0, result.accepted)))
+            context.roots.copy_(result.bonus)
+            if self.drafter is not None:
+                self.drafter.pending.copy_(output.taps[0].index_select(0, nodes))
+                self.drafter.pending_count.copy_(result.accepted + 1)
+
+    def _capture(self) -> None:
+        for _ in range(WARM_UPS):
+            self._reset()
+            self._decide.warm_up()
+            self._commit.warm_up()
+        self._reset()
+        self._decide.capture()
+        self._commit.capture()
+
+    def _reset(self) -> None:
+        # any committed length does; what warm-up leaves behind is overwritten by the next prefill
+        self.target.length.fill_(1)
+        if self.drafter is not None:
+            self.drafter.pending_count.zero_()
+
+
+def _path_rows(config: DecodeConfig, drafter: Drafter | None) -> int:
+    if drafter is None:
+        return 1
+    return (config.depth or drafter.draft_rows) + 1
+
+
+def _draw_of(forms: Forms):
+    if forms.sampling != TRITON:
+        return draw_rows
+    return make_fast_draw()
+
+
+def check(config: DecodeConfig, models: Models, forms: Forms) -> None:
+    """Raise ValueError for what the static engine does not do, before anything is allocated."""
+    if config.rule not in RULES:
+        raise ValueError(
+            f"rule: {config.rule!r} is not allowed in the static engine (allowed: {', '.join(RULES)}); the others walk "
+            "trees on the host, use the reference loop"
+        )
+    if config.requests != 1:
+        raise ValueError(f"requests: {config.requests} is not allowed in the static engine (allowed: 1); set it to 1")
+    forms.check(models.target.embed_weight.device)
