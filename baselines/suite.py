@@ -111,7 +111,7 @@ def headline(config: dict) -> list[Variant]:
 
 
 def _grid(config: dict):
-    """Yield (part, dataset, variant, setting, seed): headline, then sweeps, stages and audit on the side set."""
+    """Yield (part, dataset, variant, setting, seed): headline, then sweeps, stages and audit on their sets."""
     for dataset in config["datasets"]:
         for temperature in config["temperatures"]:
             for reasoning in config["reasoning"]:
@@ -121,9 +121,14 @@ def _grid(config: dict):
                     for variant in headline(config):
                         yield "headline", dataset, variant, setting, seed
     side = setting_name(config["side"]["temperature"], reasoning=config["reasoning"][0])
-    where = (config["side"]["dataset"], side, config["seeds"][0])
     for part, variant in _side_variants(config):
-        yield part, where[0], variant, where[1], where[2]
+        for dataset in sets_of(config, part):
+            yield part, dataset, variant, side, config["seeds"][0]
+
+
+def sets_of(config: dict, part: str) -> list[str]:
+    """Return the prompt sets that a sweep, the stages or the audit run on; older plans know the side set alone."""
+    return config["datasets"] if part in config.get("everywhere", []) else [config["side"]["dataset"]]
 
 
 def _side_variants(config: dict):

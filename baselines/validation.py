@@ -49,7 +49,14 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
     defaults = dict.fromkeys(("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels"))
-    defaults |= {"title": config["suite"], "checkpoints": {}, "servers": {}, "fixed": [], "timed": True}
+    defaults |= {
+        "title": config["suite"],
+        "checkpoints": {},
+        "servers": {},
+        "fixed": [],
+        "timed": True,
+        "everywhere": [],
+    }
     defaults |= {"gdn_backend": DecodeConfig.gdn_backend}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job

@@ -42,3 +42,11 @@ def test_a_suite_is_timed_unless_it_says_otherwise():
     del config["timed"]
     timed = [cell for cell in suite.expand(suite.resolve(config)) if cell["clock"] == "wall"]
     assert {cell["seed"] for cell in timed} == {0} and {cell["decode"]["requests"] for cell in timed} == {1}
+
+
+def test_on_the_real_sets_budgets_and_the_residual_run_everywhere_and_other_sweeps_on_the_side_set(tmp_path):
+    config = yaml.safe_load(CONFIG.read_text()) | {"data": str(tmp_path)}
+    cells = suite.expand(suite.resolve(config))
+    sets = {part: {cell["dataset"] for cell in cells if cell["part"] == part} for part in ("budgets", "residuals")}
+    assert all(len(found) == 8 for found in sets.values())
+    assert {cell["dataset"] for cell in cells if cell["part"] in ("widths", "depths", "audit")} == {"mtbench"}

@@ -1,6 +1,7 @@
 """Tables and the inventory beside the paper, on records small enough to check by hand."""
 
 import copy
+import json
 import sys
 
 import pandas as pd
@@ -13,10 +14,13 @@ sys.path.insert(0, str(ROOT / "workflows/scripts"))
 import probe_tables
 import sanity
 import summary
+import tables
 from compare_paper import compare, to_markdown
 from make_tables import readable
 from probe_records import Probe
+from publish import load_published
 
+from tfm import metrics
 from tfm.cells import Records
 
 EXPECTED = yaml.safe_load((ROOT / "workflows/config/expected.yaml").read_text())
@@ -312,3 +316,17 @@ def test_a_probe_that_was_not_run_leaves_its_reason():
 def test_small_numbers_are_not_rounded_to_zero():
     frame = pd.DataFrame({"error": [2.4e-16, 0.0, 0.25], "us": [1.0, 2.5, None], "us_low": 1.0, "us_high": 3.0})
     assert readable(frame)["error"].tolist() == ["2.4e-16", "0", "0.250"]
+
+
+def test_a_sweep_that_runs_everywhere_is_a_mean_over_sets_and_the_others_name_the_side_set():
+    published = ROOT / "results/published/nano"
+    plan, records = json.loads((published / "plan.json").read_text()), load_published(published)
+    assert set(tables.sweeps(tables.Suite.of(plan, records))["dataset"]) == {"mtbench"}
+    plan["config"]["everywhere"] = ["budgets"]
+    data = tables.Suite.of(plan, records)
+    found = tables.sweeps(data)
+    assert set(found.loc[found["sweep"] == "budget", "dataset"]) == {"macro"}
+    assert set(found.loc[found["sweep"] != "budget", "dataset"]) == {"mtbench"}
+    row = found[(found["sweep"] == "budget") & (found["variant"] == "tfm-b64-w4")].iloc[0]
+    arm = data.arm("tfm-b64-w4", setting=row["setting"], seed=0)
+    assert arm["dataset"].nunique() == 8 and row["tau"] == metrics.mean(arm, "tau").value

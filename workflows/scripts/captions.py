@@ -57,7 +57,8 @@ NOTES["sanity"] = (
     "One row a check over all records, its worst value and the limit above which it is flagged (the first "
 )
 "draft: below). Rows that break a count (steps missing, accepted deeper than the tree) stop the tables instead."
-ON_THE_SIDE = ("latency", "sweeps", "audit")  # tables of one set, setting and seed
+# tables of one setting and seed, and of one set unless the suite says otherwise; "" is a sweep that it does not name
+ON_THE_SIDE = {"latency": "stages", "sweeps": "", "audit": "audit"}
 NOTES["per_set"] = NOTES["headline"]
 
 
@@ -72,8 +73,14 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     per_set = requests.groupby("dataset")["id"].nunique()
     counts = ", ".join(f"{dataset} {per_set.get(dataset, 0)}" for dataset in config["datasets"])
     if name in ON_THE_SIDE:
-        side = data.side
-        counts = f"{side['dataset']} {per_set.get(side['dataset'], 0)}, setting {side['setting']}, seed {side['seed']}"
+        side = data.side(ON_THE_SIDE[name])
+        everywhere = config.get("everywhere", [])
+        if everywhere and name == "sweeps":
+            counts = f"{counts} for sweeps with dataset macro ({', '.join(everywhere)}), else "
+        elif "dataset" in side:
+            counts = ""
+        counts += f"{side['dataset']} {per_set.get(side['dataset'], 0)}" if "dataset" in side else ""
+        counts += f", setting {side['setting']}, seed {side['seed']}"
     budget = config["budget"]
     parts = [
         f"{TITLES[name]}. {NOTES.get(name, '')}".strip(),

@@ -15,6 +15,7 @@ INTERVALS = ("tok_s", "tau", "accepted")  # metrics shown with an interval in he
 POINTS = ("decode_tok_s", "tau_exact", "tau_pooled", "accepted_untrimmed")
 PAIRS = (("tfm", "ddtree"), ("ddtree", "dflash"), ("tfm", "dflash"), ("tfm", "dartree"), ("dartree", "ddtree"))
 CPU_SHARE = 0.9  # a timed cell whose process had less of its wall on a core was disturbed
+MACRO = {"dataset": "macro"}  # of what runs on several sets: the mean over them
 STEP_SPREAD = 2  # and so was one whose slowest request's step took this many times the fastest one's
 WALL_TOLERANCE = 0.02  # stage timing may cost this share of the wall before a row is flagged
 
@@ -45,11 +46,12 @@ class Suite:
         """Method -> its headline variant's name."""
         return {variant.method: variant.name(self.config) for variant in suite.headline(self.config)}
 
-    @property
-    def side(self) -> dict:
-        """The dataset, setting and seed of sweeps, stages and audit."""
+    def side(self, part: str) -> dict:
+        """The setting and seed of a sweep, the stages or the audit, and its dataset where it has one alone."""
         setting = suite.setting_name(self.config["side"]["temperature"], reasoning=self.config["reasoning"][0])
-        return {"dataset": self.config["side"]["dataset"], "setting": setting, "seed": self.config["seeds"][0]}
+        sets = suite.sets_of(self.config, part)
+        where = {"dataset": sets[0]} if len(sets) == 1 else {}
+        return where | {"setting": setting, "seed": self.config["seeds"][0]}
 
     def arm(self, variant: str, **fields) -> pd.DataFrame:
         """Return the requests of one variant where every field has the value given."""
@@ -107,7 +109,7 @@ def latency(data: Suite) -> pd.DataFrame:
     """Return microseconds a step and share of each stage of the -stages cells, with both walls."""
     rows = []
     for method, name in data.headline.items():
-        staged, where = f"{name}-{suite.STAGED}", data.side
+        staged, where = f"{name}-{suite.STAGED}", data.side("stages")
         arm, steps = data.arm(staged, **where), _where(data.records.steps, variant=staged, **where)
         times = metrics.stage_times(arm, steps)
         fields = {"dataset": where["dataset"], "variant": name, "setting": where["setting"], "method": method}
@@ -143,8 +145,9 @@ def acceptance_by_position(data: Suite) -> pd.DataFrame:
 
 def sweeps(data: Suite) -> pd.DataFrame:
     """Return tau and accepted along every sweep, the headline's own point included."""
-    rows, where = [], data.side
+    rows = []
     for key, (knob, methods) in suite.SWEEPS.items():
+        where = data.side(key)
         for method in (method for method in methods if data.config.get(key) and method in data.headline):
             names = [
                 cell["variant"] for cell in data.plan if cell["part"] == key and cell["decode"]["method"] == method
@@ -154,7 +157,7 @@ def sweeps(data: Suite) -> pd.DataFrame:
             # no depth limit means all the drafter's rows
             values = {n: data.draft_rows if value is None else int(value) for n, value in values.items()}
             for name, value in sorted(values.items(), key=lambda item: (item[1] or 0, item[0])):
-                row = {"sweep": knob, "value": value, "method": method, "variant": name, **where}
+                row = {"sweep": knob, "value": value, "method": method, "variant": name} | MACRO | where
                 rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
                 rows[-1]["reason"] = data.missing(name, **where)
     return _identified(data, rows)
@@ -173,13 +176,13 @@ def paired(data: Suite) -> pd.DataFrame:
 
 def audit(data: Suite) -> pd.DataFrame:
     """Return each rule's acceptance beside the lossless bound of its own steps, and outputs equal to ar's."""
-    rows, where = [], data.side
+    rows, where = [], data.side("audit")
     names = [*data.headline.values(), *(cell["variant"] for cell in data.plan if cell["part"] == "audit")]
-    for name in names:
+    for name in dict.fromkeys(names):
         arm = data.arm(name, **where)
         excess, same = metrics.excess_over_bound(arm), metrics.identical_outputs(arm, data.arm("ar", **where))
         variant = suite.parse_variant(name, data.config)
-        row = {"variant": name, "rule": variant.rule, **where}
+        row = {"variant": name, "rule": variant.rule} | MACRO | where
         row |= _intervals(arm, ("accepted_untrimmed", "expected_accepted"))
         row |= {"excess": excess.value, "excess_low": excess.low, "excess_high": excess.high}
         reason = data.missing(name, **where)
