@@ -48,8 +48,7 @@ def time_arm(models: Models, name: str, forms: Forms, options, *, clock: str, me
     arm = {"build_s": time.time() - started, "ms": {}, "mean_ms": {}, "device_ms": {}, "stages_ms": {}, "power": {}}
     for context in options.contexts:
         request = put_context(engine, config, context)
-        for _ in range(WARM_UP_STEPS):
-            engine._step(request, False)
+        timed_steps(engine, request, WARM_UP_STEPS)
         before = meter.read()
         spans, wall = timed_steps(engine, request, options.steps)
         arm["power"][context] = facts(before, meter.read())

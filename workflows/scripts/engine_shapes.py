@@ -102,4 +102,7 @@ def step_bytes(models: Models, method: str, *, context: int) -> dict[str, int]:
     }
     if method != "ar":
         found |= {"drafter": weight_bytes(models.drafter), "draft_head": head}
+    if method in ("tfm", "dartree"):
+        # once: the block's weights fit the L2 cache that its expansions share; its tables are read by the row
+        found["weaver"] = weight_bytes(models.weaver.blocks)
     return found
