@@ -30,7 +30,6 @@ WANTED = ("transformers", "datasets")  # other targets' formats in tests, prompt
 DISK_GIB = 0.1  # the default suite writes about 10 MiB
 OPEN_SUITES = {
     "mini": "a larger trained family and one H200",
-    "graft": "mini at Qwen3.6-27B's shape, one H200, the fused kernel",
     "dense": "a pretrained attention-only target with its heads, one H200",
 }
 # nodes, the root included: the paper's smallest and largest budget; ragged in a block of 16 and in one of 64

@@ -6,15 +6,26 @@ import torch
 
 from tfm import checkpoints
 from tfm.decode import Models
+from tfm.graft import graft as widen
 
 
 def load_models(
-    weights: dict[str, Path | str], *, device: torch.device, dtype: torch.dtype, swa_causal: bool | None = None
+    weights: dict[str, Path | str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    swa_causal: bool | None = None,
+    graft: dict | None = None,
 ) -> Models:
     """Return the models of the given parts (target, drafter, weaver -> folder); a part that is not given is None.
 
-    `swa_causal` overrides the drafter's config.json, None leaves it to that.
+    `swa_causal` overrides the drafter's config.json, None leaves it to that. `graft` holds a seed and, by part, the
+    shape that the models are widened to; the folders are then the source's.
     """
+    if graft is not None:
+        source = load_models(weights, device=torch.device("cpu"), dtype=torch.float32, swa_causal=swa_causal)
+        shape = {part: graft[part] for part in weights}
+        return widen(source, shape, seed=graft["seed"], device=device, dtype=dtype)
     drafter = weaver = None
     if "drafter" in weights:
         drafter = checkpoints.load_drafter(weights["drafter"], device=device, dtype=dtype, swa_causal=swa_causal)

@@ -1,20 +1,24 @@
-"""Whether the checkpoint folders of a suite are undamaged and fit each other, by their small files. Needs no torch.
+"""Whether the checkpoint folders of a suite are undamaged, fit each other and its shape, by their small files.
 
-What only the tensors tell is checked when they are loaded (`tfm.checkpoints`, `Models.check`).
+Needs no torch. What only the tensors tell is checked when they are loaded (`tfm.checkpoints`, `Models.check`).
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from baselines.inputs import checkpoint_config, draft_rows, read_object
+from tfm import graft_shape
 from tfm.manifest import sha256_file
 
-PARTS = ("target", "drafter", "weaver")
+PARTS = graft_shape.PARTS
 
 
 def problems(config: dict) -> list[str]:
     """Return what is wrong with the folders of a suite's weights; parts that are not here have nothing wrong."""
-    return [*_changed(Path(config["weights"])), *_misfits(config)]
+    found = [*_changed(Path(config["weights"])), *_misfits(config)]
+    if config.get("graft") and not found:
+        found = graft_shape.problems({part: checkpoint_config(config, part) for part in PARTS}, config["graft"])
+    return found
 
 
 def _changed(folder: Path) -> Iterator[str]:

@@ -74,7 +74,9 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
     digests = weight_digests(config) if digests is None else digests
     parts = ("target", *METHODS[decode.method].parts_for(decode))
     # named only where the suite decides it, so that cells of other suites and of ar do not hang on it
-    drafter = {} if config["swa_causal"] is None or "drafter" not in parts else {"swa_causal": config["swa_causal"]}
+    special = {} if config["swa_causal"] is None or "drafter" not in parts else {"swa_causal": config["swa_causal"]}
+    if config["graft"] is not None:
+        special["graft"] = {key: config["graft"][key] for key in ("seed", *parts)}
     return {
         "suite": config["suite"],
         "engine": config["engine"],
@@ -95,7 +97,7 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
         "prompts": config["prompts"],
         "weights": {part: f"{config['weights']}/{part}" for part in parts},
         "weights_sha256": {part: digests[part] for part in parts},
-        **drafter,
+        **special,
     }
 
 

@@ -48,15 +48,9 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         real = {**config.pop("real", {}), **(given or {})}
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
-    defaults = dict.fromkeys(("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels"))
-    defaults |= {
-        "title": config["suite"],
-        "checkpoints": {},
-        "servers": {},
-        "fixed": [],
-        "timed": True,
-        "everywhere": [],
-    }
+    absent = ("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels", "graft", "caption")
+    defaults = dict.fromkeys(absent) | {"title": config["suite"], "checkpoints": {}, "servers": {}}
+    defaults |= {"fixed": [], "timed": True, "everywhere": []}
     defaults |= {"gdn_backend": DecodeConfig.gdn_backend}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job

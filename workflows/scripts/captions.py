@@ -66,7 +66,7 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     """Return what a reader has to know of a table: suite, device, sizes, counts, what is left open."""
     if name in PROBE_TABLES:
         config = data.config
-        where = f"Suite {config['suite']}, target {config['family']}."
+        where = f"Suite {config['suite']}, target {config['family']}{_weights(config)}."
         return " ".join(filter(None, [f"{TITLES[name]}. {NOTES[name]}", where, probe_tables.notes(name, data)]))
     config, requests = data.config, data.requests
     devices = " + ".join(sorted(requests["device_name"].unique())) or "no device"
@@ -84,9 +84,9 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     budget = config["budget"]
     parts = [
         f"{TITLES[name]}. {NOTES.get(name, '')}".strip(),
-        f"Suite {config['suite']} on {devices}, engine {config['engine']}, target {config['family']}, "
-        f"{config['dtype']}, protocol {config['protocol']}{_reasoning(config)}; "
-        "timed cells decode one request at a time.",
+        f"Suite {config['suite']} on {devices}, engine {config['engine']}, "
+        f"target {config['family']}{_weights(config)}, {config['dtype']}, "
+        f"protocol {config['protocol']}{_reasoning(config)}; timed cells decode one request at a time.",
         f"Budget {budget} drafted nodes, {budget + 1} verified rows (the root is extra).",
         f"Prompts: {counts}; up to {config['max_new_tokens']} new tokens; intervals are 95 % bootstrap over prompts.",
     ]
@@ -95,6 +95,11 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     parts += [f"MIXED: {note}."] if note else []
     parts += [f"Open: {'; '.join(item['item'] for item in config['open'])}."] if config["open"] else []
     return " ".join(parts)
+
+
+def _weights(config: dict) -> str:
+    """Say what is special about the suite's weights; plans of before that key have nothing to say."""
+    return f" ({config['caption']})" if config.get("caption") else ""
 
 
 def _reasoning(config: dict) -> str:

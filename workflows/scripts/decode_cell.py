@@ -124,11 +124,9 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
 
     Returns the share of the wall that the process spent on a core: below 1 when other work took the core away.
     """
-    dtype, swa_causal = (
-        getattr(torch, cell["dtype"]),
-        cell.get("swa_causal"),
-    )  # absent where the drafter's config decides
-    models = load_models(cell["weights"], device=where, dtype=dtype, swa_causal=swa_causal)
+    # absent where the drafter's config decides, and where the models are those of the folders
+    options = {key: cell.get(key) for key in ("swa_causal", "graft")}
+    models = load_models(cell["weights"], device=where, dtype=getattr(torch, cell["dtype"]), **options)
     proposer = resolve(config.method)(config, models)
     clock = Clock(cell["clock"], where)
     if cell["clock"] != "off":

@@ -1,0 +1,223 @@
+"""Check a suite's graft on a device: what it costs to build, and that it computes what its source computes."""
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from baselines import suite
+from baselines.loading import load_models
+from baselines.methods import resolve
+from tfm import device, graft_shape
+from tfm.config import DecodeConfig
+from tfm.decode import Models, Prompt, Step, decode
+from tfm.manifest import sha256_weights, write_json
+from tfm.prompt_sources import load_prompt_set
+from tfm.prompts import Preparation, prepare
+from tfm.sampling import gumbel
+from tfm.tokenizer import load_tokenizer
+
+DESCRIPTION = """
+Reads a suite's config with a graft and the source's weights. In float32, at a part of the shape's layers, and in
+bfloat16 at all of them, it builds the graft and decodes the suite's first prompts with every method, with source and
+graft side by side. Writes sizes, seconds, peak memory and every difference to --out. Exit 1 when float32 outputs
+differ, when an output parts from ar's of the same models elsewhere than at a near tie, or when padding is emitted.
+"""
+# of scores: two ways to one in bfloat16, each ending in a rounding; the sum of many float32 roundings
+NEAR_TIE_ULPS, NEAR_TIE_FLOAT32 = 2, 1e-4
+ALLOWED_FLOAT32 = 1e-3  # logits of size 10 behind the shape's layers, sums of thousands of terms in another order
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, type=Path, help="a suite's config file with a graft")
+    parser.add_argument("--weights", help="folder of the source's parts, in place of the config's")
+    parser.add_argument("--device", required=True, choices=("cpu", "cuda"))
+    parser.add_argument("--shallow-layers", type=int, default=16, help="layers of the float32 graft (default: 16)")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts that are decoded (default: 4)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="new tokens a prompt (default: 32)")
+    parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    raw = yaml.safe_load(options.config.read_text())
+    config = suite.resolve({**raw, **({"weights": options.weights} if options.weights else {})})
+    device.make_deterministic(threads=config["torch_threads"])
+    with device.claim(device.check_device(options.device)) as where:
+        report = {"suite": config["suite"], "device": device.facts(where), "graft": config["graft"]}
+        report["weights_sha256"] = {part: sha256_weights(Path(folder)) for part, folder in folders(config).items()}
+        prompts = read_prompts(config, options)
+        shallow = shallower(config, options.shallow_layers)
+        for name, shape in (("float32", shallow), ("bfloat16", config["graft"])):
+            report[name] = compare(config, shape, prompts, options, dtype=getattr(torch, name), where=where)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.out, report)
+    wrong = [f"{name}: {text}" for name in ("float32", "bfloat16") for text in report[name]["wrong"]]
+    print("\n".join(wrong), file=sys.stderr)
+    print(json.dumps({"out": str(options.out), "wrong": len(wrong)}))
+    return 1 if wrong else 0
+
+
+def folders(config: dict) -> dict[str, str]:
+    return {part: f"{config['weights']}/{part}" for part in graft_shape.PARTS}
+
+
+def read_prompts(config: dict, options) -> list[Prompt]:
+    """Return the first prompts of the suite's sets, one set after the other."""
+    tokenizer, found = load_tokenizer(f"{config['weights']}/target"), []
+    preparation = Preparation(max_new_tokens=options.max_new_tokens, context=config["context"])
+    for name in config["datasets"]:
+        rows = load_prompt_set(suite.pins(), source=config["source"], name=name).rows
+        found.append([Prompt(row.id, row.index, row.tokens) for row in prepare(rows, tokenizer, preparation)[0]])
+    return [row for rows in zip(*found, strict=False) for row in rows][: options.prompts]
+
+
+def shallower(config: dict, layers: int) -> dict:
+    """Return the graft with another number of layers; each tap stands right behind the source's layer."""
+    shape = config["graft"]
+    source = {part: json.loads(Path(folder, "config.json").read_text()) for part, folder in folders(config).items()}
+    target = {**shape["target"], "num_hidden_layers": layers}
+    places = graft_shape.spread_layers(
+        source["target"]["layer_types"], graft_shape.wide_layer_types(target, source["target"])
+    )
+    if places is None:
+        raise ValueError(
+            f"--shallow-layers: {layers} is not allowed (allowed: enough for the source's layers); raise it"
+        )
+    taps = [places[tap] for tap in source["drafter"]["dflash_config"]["target_layer_ids"]]
+    target["layers"] = list(places)
+    return {**shape, "target": target, "drafter": {**shape["drafter"], "target_layer_ids": taps}}
+
+
+def compare(config: dict, shape: dict, prompts: list[Prompt], options, *, dtype: torch.dtype, where) -> dict:
+    """Return what the graft of one dtype costs and where it differs from its source of that dtype."""
+    start, before = time.perf_counter(), allocated(where)
+    wide = load_models(folders(config), device=where, dtype=dtype, graft=shape)
+    built = {"layers": len(wide.target.layers), "peak_gib": peak_gib(where, before)}
+    built["seconds"] = round(time.perf_counter() - start, 2)
+    built["weights_gib"] = round(sum(map(size_of, (wide.target, wide.drafter, wide.weaver))) / 2**30, 2)
+    source = load_models(folders(config), device=where, dtype=dtype)
+    runs, wrong = {}, []
+    for setting in ("t0", "t1"):
+        expected = None
+        for variant in (variant.name(config) for variant in suite.headline(config)):
+            settings = decode_config(config, variant, setting, options, dtype)
+            ours, theirs = (Run.of(models, settings, prompts) for models in (wide, source))
+            expected = expected or ours.outputs
+            found = {
+                "same_as_source": sum(ours.outputs[name] == theirs.outputs[name] for name in theirs.outputs),
+                "steps": [len(ours.steps), len(theirs.steps)],
+                "logits": logit_differences(ours.steps, theirs.steps, source.target.config.vocab_size),
+                "parts_from_ar": [d for p in prompts if (d := difference(wide, p, expected, ours.outputs, settings))],
+            }
+            runs[f"{variant} {setting}"] = found
+            wrong += [f"{variant} {setting}: {text}" for text in verdicts(found, ours, source, dtype)]
+    return {"built": built, "runs": runs, "wrong": wrong, "peak_gib": peak_gib(where, before)}
+
+
+def decode_config(config: dict, variant: str, setting: str, options, dtype: torch.dtype) -> DecodeConfig:
+    """Return the settings of a headline variant; in float32, and on a CPU, trees are verified in plain PyTorch."""
+    cell = suite.resolve_cell(config, dataset=config["datasets"][0], variant=variant, setting=setting, seed=0)
+    changed = {"max_new_tokens": options.max_new_tokens, "requests": 1, "stop": (), "eos_tokens": ()}
+    if dtype == torch.float32 or options.device == "cpu":
+        changed["gdn_backend"] = "solve"
+    return DecodeConfig(**{**cell["decode"], **changed})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs and steps of one method on all prompts; a step is its tree and the target's rows, on the host."""
+
+    outputs: dict[str, list[int]]
+    steps: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @staticmethod
+    def of(models: Models, settings: DecodeConfig, prompts: list[Prompt]) -> "Run":
+        found = Run({}, [])
+
+        def look(step: Step) -> None:
+            found.steps.append((torch.stack([step.tree.tokens, step.tree.parents]).cpu(), step.logits.float().cpu()))
+
+        def finish(trace) -> None:
+            found.outputs[trace.id] = trace.output_tokens
+
+        proposer = resolve(settings.method)(settings, models)
+        decode(prompts, models, settings, proposer=proposer, on_finish=finish, on_step=look)
+        return found
+
+
+def logit_differences(ours: list, theirs: list, vocab: int) -> dict:
+    """Return how far the live logits of steps with equal trees lie apart, and whether padding had any."""
+    pairs = [(a, b) for (tree, a), (other, b) in zip(ours, theirs, strict=False) if torch.equal(tree, other)]
+    largest = max((float((a[..., :vocab] - b).abs().max()) for a, b in pairs), default=None)
+    rows = sum(b[..., 0].numel() for _, b in pairs)
+    same = sum(int((a[..., :vocab].argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
+    padded = all(bool((logits[..., vocab:] == -torch.inf).all()) for _, logits in ours)
+    return {"steps": len(pairs), "largest": largest, "rows": rows, "same_first_choice": same, "padding_is_off": padded}
+
+
+def difference(models: Models, prompt: Prompt, expected: dict, got: dict, settings: DecodeConfig) -> dict | None:
+    """Return where an output parts from ar's, judged by scoring the tokens before it in one pass without any draft."""
+    pair = expected[prompt.id], got[prompt.id]
+    if pair[0] == pair[1]:
+        return None
+    at = next(i for i, (one, other) in enumerate(zip(*pair, strict=True)) if one != other)
+    line = torch.tensor([prompt.tokens + pair[0][:at]], device=models.target.embed_weight.device)
+    with torch.inference_mode():
+        row = models.target(line).logits[0, -1]
+    scores = row.float()
+    if settings.temperature > 0:
+        index, position = (torch.tensor(value, device=row.device) for value in ([prompt.index], [[line.shape[1]]]))
+        scores = scores / settings.temperature + gumbel(settings.seed, index, position, len(row))[0, 0]
+    both = torch.tensor([pair[0][at], pair[1][at]], device=row.device)
+    gap = float(scores.max() - scores[both].min())
+    # what the type resolves at the larger of the two logits, however large the noise on them is
+    largest = float(row[both].float().abs().max())
+    step = torch.finfo(row.dtype).eps * 2.0 ** math.floor(math.log2(largest)) / (settings.temperature or 1.0)
+    is_near_tie = gap <= (NEAR_TIE_FLOAT32 if row.dtype == torch.float32 else NEAR_TIE_ULPS * step)
+    return {"prompt": prompt.id, "at": at, "gap": gap, "resolution": step, "is_near_tie": is_near_tie}
+
+
+def verdicts(found: dict, ours: Run, source: Models, dtype: torch.dtype) -> list[str]:
+    """Return what is wrong with a run."""
+    vocab, wrong = source.target.config.vocab_size, []
+    if not found["logits"]["padding_is_off"] or any(token >= vocab for row in ours.outputs.values() for token in row):
+        wrong.append("padding of the vocabulary has a logit or was emitted")
+    far = [f"{d['prompt']} at {d['at']}, gap {d['gap']:.2g}" for d in found["parts_from_ar"] if not d["is_near_tie"]]
+    wrong += [f"parts from ar at no near tie: {text}" for text in far]
+    if dtype == torch.float32:
+        largest, count = found["logits"]["largest"], len(ours.outputs)
+        if largest is None or not largest <= ALLOWED_FLOAT32:
+            wrong.append(f"logits differ by {largest} from the source's (allowed: {ALLOWED_FLOAT32})")
+        if found["same_as_source"] != count:
+            wrong.append(f"{count - found['same_as_source']} of {count} outputs are not the source's")
+    return wrong
+
+
+def size_of(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def allocated(where: torch.device) -> int:
+    """Start counting the peak of a device's memory; return what is allocated now."""
+    if where.type == "cpu":
+        return 0
+    torch.cuda.synchronize(where)
+    torch.cuda.reset_peak_memory_stats(where)
+    return torch.cuda.memory_allocated(where)
+
+
+def peak_gib(where: torch.device, before: int) -> float | None:
+    """Return the peak above `before` since `allocated` was called; None on a CPU, where nothing counts it."""
+    if where.type == "cpu":
+        return None
+    torch.cuda.synchronize(where)
+    return round((torch.cuda.max_memory_allocated(where) - before) / 2**30, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
