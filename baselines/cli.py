@@ -12,6 +12,7 @@ COMMANDS = {
     "doctor": "what this machine has, and which suites it can run",
     "cells": "the cells of a suite: done, stale, missing, and why",
     "resume": "go on after a kill",
+    "plan": "hours, energy and disk of a suite on some cards, estimated",
     "pin": "fill the revisions of hub prompt sets (needs the network)",
 }
 EPILOG = "tfm COMMAND --help says what a command reads and writes."

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -45,28 +46,57 @@ def speeds(expected: dict) -> dict[str, float]:
     return known | {method: known["tfm"] / factor for method, factor in BELOW_TFM.items()}
 
 
-def estimate(config: dict, expected: dict, *, tokens: int) -> dict:
-    """Return hours by method with their parts, and gigabytes by kind, when every answer has `tokens` tokens.
+@dataclass(frozen=True)
+class CellEstimate:
+    """What one cell costs: hours of decoding and of loading, bytes of records."""
 
-    Raises ValueError when an answer cannot have that many.
+    cell: dict  # the resolved cell
+    decode: float
+    load: float
+    written: float
+
+    @property
+    def hours(self) -> float:
+        return self.decode + self.load
+
+
+def estimate_cells(
+    config: dict, tok_s: dict, *, tokens: int, weight_bytes: dict[str, float] = WEIGHT_BYTES
+) -> list[CellEstimate]:
+    """Return what each cell of a suite costs when every answer has `tokens` tokens.
+
+    `tok_s` holds tokens a second by method. Raises ValueError when an answer cannot have that many.
     """
     if not 1 <= tokens <= config["max_new_tokens"]:
         raise ValueError(f"tokens: {tokens} is not allowed (allowed: 1 to {config['max_new_tokens']}, the suite's cap)")
-    counts, tok_s = prompt_counts(config), speeds(expected)
-    hours: dict[str, dict] = defaultdict(lambda: {"cells": 0, "decode": 0.0, "load": 0.0})
-    written = 0.0
+    counts, found = prompt_counts(config), []
     for cell in suite.expand(config):
         method = cell["decode"]["method"]
         total = counts[cell["dataset"]] * tokens
         steps = total * tok_s["ar"] / tok_s[method]  # a step of a tree costs at least one of ar's
         nodes = (cell["decode"]["budget"] or (15 if method == "dflash" else 0)) + 1
-        written += steps * (STEP_BYTES + (NODE_BYTES * nodes if cell["traced"] else 0))
-        row = hours[method]
+        written = steps * (STEP_BYTES + (NODE_BYTES * nodes if cell["traced"] else 0))
+        load = sum(weight_bytes[part] for part in cell["weights"]) / READ_BYTES_A_SECOND / 3600
+        found.append(CellEstimate(cell, total / tok_s[method] / 3600, load, written))
+    return found
+
+
+def estimate(config: dict, expected: dict, *, tokens: int) -> dict:
+    """Return hours by method with their parts, and gigabytes by kind, when every answer has `tokens` tokens.
+
+    Raises ValueError when an answer cannot have that many.
+    """
+    hours: dict[str, dict] = defaultdict(lambda: {"cells": 0, "decode": 0.0, "load": 0.0})
+    cells = estimate_cells(config, speeds(expected), tokens=tokens)
+    for one in cells:
+        row = hours[one.cell["decode"]["method"]]
         row["cells"] += 1
-        row["decode"] += total / tok_s[method] / 3600
-        row["load"] += sum(WEIGHT_BYTES[part] for part in cell["weights"]) / READ_BYTES_A_SECOND / 3600
+        row["decode"] += one.decode
+        row["load"] += one.load
+    written = sum(one.written for one in cells)
     disk = {part: size / 1e9 for part, size in WEIGHT_BYTES.items()} | {"records": written / 1e9}
-    return {"prompts": sum(counts.values()), "tokens": tokens, "hours": dict(hours), "gigabytes": disk}
+    prompts = sum(prompt_counts(config).values())
+    return {"prompts": prompts, "tokens": tokens, "hours": dict(hours), "gigabytes": disk}
 
 
 def main() -> int:

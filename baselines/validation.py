@@ -1,6 +1,7 @@
 """A suite's config, typed and checked before anything runs: every problem at once, each with key, value and remedy."""
 
 import contextlib
+import functools
 import math
 import os
 from pathlib import Path
@@ -30,13 +31,19 @@ FIGURE_TABLES = {
 }
 
 
+@functools.cache
+def read_schema() -> dict:
+    """Return the schema of a config; do not change it."""
+    return yaml.safe_load(SCHEMA_FILE.read_text())
+
+
 def resolve(raw: dict, *, given: dict | None = None) -> dict:
     """Return the checked config of a suite with command-line strings typed and the section `real` applied.
 
     `given` holds the values of the command line, already merged into `raw`: they win over the section `real` too.
     Raises ValueError listing every problem with its key, value, allowed values and remedy.
     """
-    schema = yaml.safe_load(SCHEMA_FILE.read_text())
+    schema = read_schema()
     config = _typed({**{key: [] for key in (*SWEEPS, "open") if key != "budgets"}, **raw}, schema)
     if given and "suite" in given and set(raw) <= set(given) and not set(schema["required"]) <= set(raw):
         raise ValueError(
@@ -205,7 +212,7 @@ def _explain(error: jsonschema.ValidationError) -> list[str]:
 
 
 def _description(path: list[str]) -> str:
-    node = yaml.safe_load(SCHEMA_FILE.read_text())
+    node = read_schema()
     for part in path:
         node = node.get("properties", {}).get(part, {})
     return node.get("description", "described in workflows/schemas/config.schema.yaml")

@@ -1,7 +1,6 @@
 """Kill Snakemake, or a cell, at random moments of a small suite; resume; compare with a run that nobody disturbed."""
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -20,10 +19,11 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from campaign_log import Trials  # noqa: E402
 from workflow_runs import checkout, environment_of  # noqa: E402
 
 from baselines.commands.resume import Process, processes_in  # noqa: E402
-from tfm.cells import KINDS, MANIFEST, load_cells, read_cell  # noqa: E402
+from tfm.cells import KINDS, MANIFEST, is_whole, load_cells, read_cell  # noqa: E402
 from tfm.manifest import environment  # noqa: E402
 from tfm.side_file import NAME, count_records  # noqa: E402
 
@@ -31,8 +31,10 @@ DESCRIPTION = """
 Runs a slice of suite nano in copies of the code in a temporary folder: once undisturbed, then once for each moment with
 kill -9 of Snakemake (the cells live on as orphans), and once for each with kill -9 of a cell. Each time `tfm resume`
 follows. Checks that all columns but times equal the undisturbed run's, that no finished prompt was decoded twice (the
-cells' logs name each prompt as it finishes), and that no process or lock is left. Writes --log, a line a kill, without
-host, user or absolute path. Last line of stdout: one JSON object. Exit 1 when a check fails.
+cells note each prompt once its record is on disk), and that no process or lock is left. Adds to --log, a line a kill
+without host, user or absolute path, and to --trials, whose sum campaign_log.py makes: a campaign that was stopped goes
+on where it stopped, and --moments 50 after --moments 10 makes the other 40. Last line of stdout: one JSON object. Exit
+1 when a check fails.
 """
 SLICE = ["datasets=sample-math", "methods=ar,tfm", "prompts=6", "max_new_tokens=48", "temperatures=1", "seeds=0"]
 SLICE += [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths", "residuals", "audit")]
@@ -54,6 +56,10 @@ def fsync(descriptor, real=os.fsync):
             THEN
 if any("decode_cell.py" in word for word in sys.orig_argv):
     os.fsync = fsync
+    if CARD:
+        import fcntl
+        card = open(CARD, "a")
+        fcntl.flock(card, fcntl.LOCK_EX)
 """
 
 
@@ -64,12 +70,17 @@ class Run:
     folder: Path
     arguments: tuple[str, ...]
     then: str = "pass"  # what a cell's process does after each record; LEDGER is the path of the ledger
+    card: Path | None = None  # a file that each cell locks while it runs, as it would a card
 
-    def start(self) -> subprocess.Popen:
-        """Start Snakemake in a session of its own, as a terminal would; what it prints goes to printed.log."""
-        call = [sys.executable, "-m", "snakemake", *self.arguments]
-        with open(self.folder / "printed.log", "wb") as file:
-            return subprocess.Popen(call, **self._place(), stdout=file, stderr=file, start_new_session=True)
+    def start(self, *, wrapper=(), log: str = "printed.log", environment=None, **options) -> subprocess.Popen:
+        """Start Snakemake in a session of its own, as a terminal would; what it prints goes to `log`.
+
+        `wrapper` are words before the command, `environment` adds variables, `options` go to Popen.
+        """
+        call, place = [*wrapper, sys.executable, "-m", "snakemake", *self.arguments], self._place()
+        place["env"] = (environment or {}) | place["env"] | {"PATH": (environment or os.environ)["PATH"]}
+        with open(self.folder / log, "wb") as file:
+            return subprocess.Popen(call, **place, stdout=file, stderr=file, start_new_session=True, **options)
 
     def resume(self) -> subprocess.CompletedProcess:
         """Call `tfm resume` with the same arguments."""
@@ -101,6 +112,7 @@ class Run:
         hook = self.folder / "hook"
         hook.mkdir(exist_ok=True)
         text = HOOK.replace("THEN", self.then).replace("LEDGER", repr(str(self.folder / "ledger")))
+        text = text.replace("CARD", repr(self.card and str(self.card)))
         (hook / "sitecustomize.py").write_text(text)
         return {"cwd": self.folder, "env": environment_of(self.folder, hook)}
 
@@ -164,35 +176,59 @@ def differences(reference: Path, folder: Path) -> list[str]:
     return problems
 
 
-def campaign(options: argparse.Namespace, work: Path, say) -> int:
-    """Run all kills; return how many failed."""
+def campaign(options: argparse.Namespace, work: Path, trials: Trials, say) -> int:
+    """Run the kills that `trials` does not hold yet; return how many failed."""
     arguments = ("--cores", str(options.cores), TARGET, "--config", *SLICE)
     undisturbed = Run(checkout(work / "undisturbed", ROOT / "tfm/weights/nano"), arguments)
-    start = time.monotonic()
-    with undisturbed.start() as driver:
-        driver.wait()
-    seconds = time.monotonic() - start
-    if driver.returncode:
-        raise SystemExit(f"the undisturbed run failed:\n{(undisturbed.folder / 'printed.log').read_text()[-3000:]}")
+    seconds = run_undisturbed(undisturbed)
     say(f"undisturbed: {undisturbed.progress()} in {seconds:.1f} s")
-    rng, failures = random.Random(options.seed), 0
+    failures = 0
     for what, kill in (("snakemake", kill_driver), ("cell", kill_cell)):
-        moment = 0
-        while moment < options.moments:
-            run = Run(checkout(work / "killed", ROOT / "tfm/weights/nano"), arguments)
-            after = rng.uniform(0, seconds)
-            hit = kill(run, after)
-            if hit is not None:
-                moment += 1
+        for number in range(1, options.moments + 1):
+            name = f"seed {options.seed}, kill {number}"
+            if not trials.has(f"kill_{what}", name):
+                run = Run(work / "killed", arguments)
+                # a moment of its own for each, so that the rest of a campaign that was stopped is the same
+                hit, after = kill_once(run, kill, random.Random(f"{name} {what}"), seconds)
                 resumed = run.resume()
                 kept, ended = (resumed.stderr.count(word) for word in ("keeping results/", "ending process"))
                 wrong = problems_after(run, resumed, undisturbed.folder)
                 failures += bool(wrong)
-                verdict = "; ".join(wrong) or "records equal the undisturbed run's, no prompt decoded twice"
                 did = f"resume ended {ended} processes, took {kept} whole cells back"
-                say(f"{what} {moment} killed after {after:5.2f} s ({hit}); {did}: {verdict}")
-            shutil.rmtree(run.folder)
+                outcome = f"killed after {after:.2f} s ({hit}); {did}"
+                verdict = "; ".join(wrong) or "records equal the undisturbed run's, no prompt decoded twice"
+                say(f"{what} {number} {outcome}: {verdict}")
+                lost = lost_cells(undisturbed.folder, run.folder)
+                trials.add(f"kill_{what}", name, problems=wrong, lost_cells=lost, outcome=outcome)
+                shutil.rmtree(run.folder)
     return failures
+
+
+def kill_once(run: Run, kill, rng: random.Random, seconds: float) -> tuple[str, float]:
+    """Start `run` in a new copy and kill at a random moment, again until something was there to kill."""
+    while True:
+        checkout(run.folder, ROOT / "tfm/weights/nano")
+        after = rng.uniform(0, seconds)
+        hit = kill(run, after)
+        if hit is not None:
+            return hit, after
+        shutil.rmtree(run.folder)
+
+
+def run_undisturbed(run: Run) -> float:
+    """Run to the end; return the seconds it took."""
+    start = time.monotonic()
+    with run.start() as driver:
+        driver.wait()
+    if driver.returncode:
+        raise SystemExit(f"the undisturbed run failed:\n{(run.folder / 'printed.log').read_text()[-3000:]}")
+    return time.monotonic() - start
+
+
+def lost_cells(reference: Path, folder: Path) -> int:
+    """Return how many cells of `reference` are not whole in `folder`."""
+    cells = [path.parent.relative_to(reference) for path in reference.glob(f"results/*/cells/**/{MANIFEST}")]
+    return sum(not is_whole(folder / cell) for cell in cells)
 
 
 def main() -> int:
@@ -200,25 +236,26 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=10, help="kills of each kind (default: 10)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the moments (default: 0)")
     parser.add_argument("--cores", type=int, default=2, help="for Snakemake (default: 2)")
-    parser.add_argument("--log", type=Path, help="file for the lines that also go to stderr")
+    parser.add_argument("--log", type=Path, help="file to which the lines that go to stderr are added")
+    parser.add_argument("--trials", type=Path, help="file of trials; kills that are in it are not made again")
     options = parser.parse_args()
-    lines = []
 
     def say(text: str) -> None:
-        lines.append(text)
         print(text, file=sys.stderr, flush=True)
         if options.log:
-            options.log.write_text("\n".join(lines) + "\n")
+            with open(options.log, "a") as file:
+                file.write(text + "\n")
 
-    facts = environment()
-    commit = facts["git"]["commit"] + (" and uncommitted changes" if facts["git"]["dirty"] else "")
-    say(f"kill campaign of {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {commit}")
-    say(f"python {facts['python']}, torch {facts['packages']['torch']}, {options.cores} cores, seed {options.seed}")
-    say(f"snakemake {TARGET} --config {' '.join(SLICE)}")
     with tempfile.TemporaryDirectory() as work:
-        failures = campaign(options, Path(work), say)
-    say(f"{2 * options.moments} kills, {failures} failures")
-    print(json.dumps({"kills": 2 * options.moments, "failures": failures}))
+        trials = Trials(options.trials or Path(work) / "trials.jsonl")
+        facts, before = environment(), len(trials.rows)
+        say(f"kill campaign of {trials.facts['date']}, commit {trials.facts['commit']}")
+        say(f"python {facts['python']}, torch {facts['packages']['torch']}, {options.cores} cores, seed {options.seed}")
+        say(f"snakemake {TARGET} --config {' '.join(SLICE)}")
+        failures = campaign(options, Path(work), trials, say)
+    kills = len(trials.rows) - before
+    say(f"{kills} kills, {failures} failures")
+    print(json.dumps({"kills": kills, "failures": failures}))
     return 1 if failures else 0
 
 

@@ -20,7 +20,7 @@ def load_pins(path: Path | str) -> dict:
         raise ValueError(f"pins: {str(path)!r} does not exist; give workflows/config/datasets.yaml")
     try:
         pins = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"pins: {str(path)!r} is not YAML ({error}); restore the file") from error
     missing = [source for source in SOURCES if not isinstance(pins, dict) or not pins.get(source)]
     if missing:

@@ -112,7 +112,11 @@ def parse_rows(content: bytes, name: str, entry: dict) -> list[PromptRow]:
     Raises ValueError with the line on a malformed row or a repeated id. A turn may be None or empty here.
     """
     rows: list[PromptRow] = []
-    for number, line in enumerate(content.decode("utf-8").rstrip("\n").split("\n"), start=1):
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not UTF-8 ({error}); restore the file") from error
+    for number, line in enumerate(text.rstrip("\n").split("\n"), start=1):
         rows.append(_file_row(line, f"{name} line {number}", index=number - 1, name=name, entry=entry))
     seen: set[str] = set()
     for row in rows:

@@ -228,7 +228,10 @@ def read_prepared(path: Path | str) -> list[PreparedPrompt]:
     path = Path(path)
     prompts = []
     remedy = f"remove it and run Snakemake again, which rebuilds it, or `--force {path}`"
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error}); {remedy}") from error
     if not text.endswith("\n"):
         raise ValueError(f"{path}: {'cut off in its last line' if text else 'is empty'}; {remedy}")
     for number, line in enumerate(text[:-1].split("\n"), start=1):

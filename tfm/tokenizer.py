@@ -169,7 +169,10 @@ def end_tokens(folder: Path | str, tokenizer: TextTokenizer) -> tuple[int, ...]:
     Raises ValueError when that file holds something else than ids.
     """
     path = Path(folder) / "generation_config.json"
-    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: is no JSON object ({error}); restore it, or download it again") from error
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ValueError(f"{path}: eos_token_id {found!r} is not allowed (allowed: an id or a list of ids)")

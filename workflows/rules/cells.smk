@@ -62,7 +62,7 @@ rule decode_cell:
         "<results>/cells/<cell>/decode.log",
     threads: cell_threads
     resources:
-        gpu=1,
+        gpu=GPUS,
     params:
         cell=cell_json,
         source=cell_source,

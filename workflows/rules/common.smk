@@ -38,6 +38,8 @@ def checked(function, *arguments, **named):
 config = checked(suite.resolve, config, given=workflow.config_settings.config)
 DIGESTS = suite.weight_digests(config)
 CELLS = checked(suite.expand, config)
+# a cluster gives a job what it asks for: a suite of a CPU asks for no card
+GPUS = int(config["device"] == "cuda")
 if workflow.is_main_process:
     for folder in suite.missing_weights(config):
         logger.warning(
@@ -93,7 +95,12 @@ def cell_source(wildcards):
 
 def cell_threads(wildcards):
     """Return all cores for a timed cell, which then runs alone, and 1 for the others."""
-    return 1 if cell_of(wildcards)["clock"] == "off" else workflow.cores or 1
+    return 1 if cell_of(wildcards)["clock"] == "off" else all_cores(wildcards)
+
+
+def all_cores(wildcards):
+    """Return the cores of this call, 1 on a cluster: there a job has what its profile or set-threads says."""
+    return workflow.resource_settings.cores or 1
 
 
 def cell_prompts(wildcards):

@@ -14,7 +14,7 @@ rule estimate_ceiling:
     log:
         "<results>/logs/estimate_ceiling.log",
     resources:
-        gpu=1,
+        gpu=GPUS,
     params:
         code=script_code("estimate_ceiling"),
         settings=probe_json("ceiling"),
@@ -33,9 +33,9 @@ rule bench_kernel:
         facts="<results>/kernels/kernels.json",
     log:
         "<results>/logs/bench_kernel.log",
-    threads: workflow.cores
+    threads: all_cores
     resources:
-        gpu=1,
+        gpu=GPUS,
     params:
         code=script_code("bench_kernel"),
         settings=probe_json("kernels"),

@@ -11,7 +11,7 @@ rule train_tokenizer:
         tokenizer="results/train/{family}/weights/target/tokenizer.json",
     log:
         "results/train/{family}/tokenizer.log",
-    threads: workflow.cores
+    threads: all_cores
     params:
         data=(
             f"--data {shlex.quote(config['train_data'])}"
@@ -32,7 +32,7 @@ rule train_target:
         config="results/train/{family}/weights/target/config.json",
     log:
         "results/train/{family}/target.log",
-    threads: workflow.cores
+    threads: all_cores
     resources:
         gpu=1,
     params:
@@ -52,7 +52,7 @@ rule sample_text:
         samples="results/train/{family}/sample/samples.npz",
     log:
         "results/train/{family}/sample.log",
-    threads: workflow.cores
+    threads: all_cores
     resources:
         gpu=1,
     params:
@@ -72,7 +72,7 @@ rule train_drafter:
         config="results/train/{family}/weights/drafter/config.json",
     log:
         "results/train/{family}/drafter.log",
-    threads: workflow.cores
+    threads: all_cores
     resources:
         gpu=1,
     params:
@@ -93,7 +93,7 @@ rule train_weaver:
         config="results/train/{family}/weights/weaver/config.json",
     log:
         "results/train/{family}/weaver.log",
-    threads: workflow.cores
+    threads: all_cores
     resources:
         gpu=1,
     params:

@@ -1,0 +1,81 @@
+"""Whether an answer is right, by rule: the number of a GSM8K answer, the tests of a HumanEval or MBPP program.
+
+The rules do not ask how an answer was decoded, so that they can guard against a method that trades answers for speed.
+"""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+# in this order: a boxed number, the set's own mark, words that announce it, else the last number of the text
+MARKS = (r"\\boxed\{([^{}]*)\}", r"####\s*(\S[^\n]*)", r"(?i:answer(?:\s+is)?\s*:?)\s*\**\s*\$?(-?[\d.,/]*\d)")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d[\d,]*)?")
+FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", flags=re.DOTALL)
+THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", flags=re.DOTALL)
+
+
+def gsm8k_answer(text: str) -> Decimal | None:
+    """Return the number that an answer gives: the last marked one, else the last number; None without a number."""
+    text = THINKING.sub("", text)
+    for mark in MARKS:
+        numbers = [number for found in re.findall(mark, text) if (number := _number(found)) is not None]
+        if numbers:
+            return numbers[-1]
+    found = NUMBER.findall(text)
+    return _number(found[-1]) if found else None
+
+
+def gsm8k_is_right(text: str, reference: str) -> bool:
+    """Return whether an answer gives the number behind the `####` of the set's solution, or the number itself."""
+    expected = _number(reference.rpartition("####")[2])
+    if expected is None:
+        raise ValueError(f"reference: {reference[-40:]!r} holds no number; take the set's own solution")
+    return gsm8k_answer(text) == expected
+
+
+def humaneval_program(answer: str, *, prompt: str, entry_point: str, test: str) -> str:
+    """Return the program that ends well exactly when an answer passes the tests.
+
+    The code is the last block of the answer that defines the function, else the answer's last block, else all of it;
+    code without the definition continues the prompt, which is a function's head.
+    """
+    code = _code(answer, entry_point)
+    if not re.search(rf"^def {re.escape(entry_point)}\b", code, flags=re.MULTILINE):
+        code = f"{prompt}{_indented(code)}"
+    else:
+        # imports that stand above the head in the prompt
+        code = f"{prompt.partition('def ')[0]}\n{code}"
+    return f"{code}\n{test}\ncheck({entry_point})"
+
+
+def mbpp_program(answer: str, *, tests: list[str], imports: list[str] | None = None) -> str:
+    """Return the program that ends well exactly when an answer passes the assertions."""
+    name = re.search(r"\bassert\s+(?:\w+\()*(\w+)\(", tests[0])
+    return "\n".join([*(imports or ()), _code(answer, name[1] if name else ""), *tests])
+
+
+def _code(answer: str, name: str) -> str:
+    answer = THINKING.sub("", answer)
+    blocks = [body for _, body in FENCE.findall(answer)]
+    defining = [body for body in blocks if name and re.search(rf"\bdef {re.escape(name)}\b", body)]
+    return (defining or blocks or [answer])[-1]
+
+
+def _indented(code: str) -> str:
+    """Return a continuation of a function's body, up to the first line that leaves it."""
+    lines = code.split("\n")
+    first = next((line for line in lines if line.strip()), "")
+    if not first.startswith((" ", "\t")):
+        lines = [f"    {line}" if line.strip() else line for line in lines]
+    end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith((" ", "\t"))), len(lines))
+    return "\n".join(lines[:end])
+
+
+def _number(text: str) -> Decimal | None:
+    found = NUMBER.search(text.replace("\\!", "").replace("\\,", "").replace("{,}", ","))
+    if not found:
+        return None
+    above, _, below = found[0].replace(",", "").replace(" ", "").partition("/")
+    try:
+        return Decimal(above) / Decimal(below) if below else Decimal(above).normalize()
+    except (InvalidOperation, ZeroDivisionError):
+        return None
