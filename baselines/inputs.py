@@ -19,7 +19,17 @@ def pins() -> dict:
 
 
 def read_object(path: Path) -> dict:
-    """Return the object of a JSON file; raises ValueError naming the file when it is damaged."""
+    """Return the object of a JSON file, read again only when the file changed; do not change what is returned.
+
+    Raises ValueError naming the file when it is damaged.
+    """
+    facts = path.stat()
+    return _read_object(path, (facts.st_ino, facts.st_size, facts.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=64)
+def _read_object(path: Path, state: tuple[int, int, int]) -> dict:
+    del state  # a changed file is another entry
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         problem = None if isinstance(content, dict) else f"holds a {type(content).__name__}, expected an object"

@@ -23,9 +23,9 @@ from baselines import suite  # noqa: E402
 
 DESCRIPTION = """
 Writes a suite of so many cells (suite nano with many seeds) in a copy of the code and measures `snakemake -n` there:
-wall seconds and peak memory of the process. With --finished, every cell's files are there too, empty, and are marked as
-made by `snakemake --touch`: what a call costs that has nothing to do. With --profile, prints where the time goes. Adds
-the numbers to --trials. Last line of stdout: one JSON object.
+wall seconds, processor seconds (the better measure on a machine that does other work) and peak memory. With --finished,
+every cell's files are there too, empty, and are marked as made by `snakemake --touch`: the cost of a call with nothing
+to do. With --profile, prints where the time goes. Adds the numbers to --trials. Last line of stdout: one JSON object.
 """
 
 
@@ -48,7 +48,8 @@ def timed(call: list[str], folder: Path) -> dict:
         _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"{' '.join(call)}\n{(folder / 'printed.log').read_text()[-3000:]}")
-    return {"seconds": round(time.monotonic() - start, 1), "mib": round(usage.ru_maxrss / 1024)}
+    numbers = {"seconds": time.monotonic() - start, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+    return {**{key: round(value, 1) for key, value in numbers.items()}, "mib": round(usage.ru_maxrss / 1024)}
 
 
 def write_finished(folder: Path, config: dict) -> None:

@@ -66,11 +66,22 @@ SETTING, SEED = suite.SETTING, "0|[1-9][0-9]*"
 NO_CELL = f"(?!(?:{ENGINE})/(?:{TARGET})/(?:{DATASET})/(?:{VARIANT})/{SETTING}/seed(?:{SEED})/[^/]*$).+"
 
 
+# every function of a cell's rule asks for its cell; a suite may have thousands
+CELL_KEYS = ("dataset", "variant", "setting", "seed")
+RESOLVED = {
+    tuple(str(cell[key]) for key in CELL_KEYS): {
+        key: value for key, value in cell.items() if key not in ("path", "part")
+    }
+    for cell in CELLS
+}
+
+
 def cell_of(wildcards):
     """Return the resolved cell that a path names."""
-    keys = ("dataset", "variant", "setting", "seed")
-    fields = {key: wildcards[key] for key in keys}
-    return checked(suite.resolve_cell, config, **fields, digests=DIGESTS)
+    fields = {key: wildcards[key] for key in CELL_KEYS}
+    if (key := tuple(fields.values())) not in RESOLVED:
+        RESOLVED[key] = checked(suite.resolve_cell, config, **fields, digests=DIGESTS)
+    return RESOLVED[key]
 
 
 def cell_json(wildcards):
@@ -109,11 +120,16 @@ def cell_prompts(wildcards):
     return f"results/{config['suite']}/prompts/{wildcards.target}/{wildcards.dataset}{think}.jsonl"
 
 
+@functools.cache
+def files_of(folder):
+    # none where a part is missing: a dry run lists its jobs all the same, and decode_cell stops by name
+    return weight_files(Path(folder))
+
+
 def cell_weights(wildcards):
     """Return the checkpoint files of the parts that a cell's method needs."""
     folders = cell_of(wildcards)["weights"].values()
-    # none where a part is missing: a dry run lists its jobs all the same, and decode_cell stops by name
-    return [file for folder in folders for file in weight_files(Path(folder))]
+    return [file for folder in folders for file in files_of(folder)]
 
 
 def weights_check(wildcards):
