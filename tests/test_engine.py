@@ -75,6 +75,13 @@ def test_what_the_static_engine_lacks_is_refused_by_name(nano, settings, forms, 
         run_static(nano, settings_of("ar", **settings), prompts_of(nano)[:1], **forms)
 
 
+@pytest.mark.parametrize("name", ["ar", "ddtree", "tfm"])
+def test_proposing_ahead_changes_no_record(nano, name):
+    """The tree that is proposed after a request's last step must not reach the next request."""
+    config, prompts = settings_of(name), prompts_of(nano)
+    assert_same_records(run_static(nano, config, prompts, ahead=True), run_reference(nano, config, prompts))
+
+
 def test_a_prompt_that_outgrows_the_memory_is_refused(nano):
     prompts = prompts_of(nano)
     engine = make_engine(nano, settings_of("ar"), prompts[:1])

@@ -87,10 +87,10 @@ def test_the_cuda_mixer_verifies_what_the_plain_layers_verify():
         engine = make_engine(models, config, prompts)
         with torch.inference_mode():
             engine.step.prefill(prompts[0].tokens, 0, engine._first_token)
-            engine.step.decide()
+            engine.step.propose()
+            engine.step.verify()
             first = engine.step._output.logits.float()
             engine.step.commit()
-            engine.step.decide()
         rows.append((first, [state.state.clone() for state in engine.step.target.states()]))
     (plain, states), (mixed, others) = rows
     assert (plain - mixed).abs().max() < 0.05 * plain.abs().max()

@@ -14,6 +14,7 @@ class Forms:
     """One choice a part. The defaults run anywhere and are what the fast forms are tested against."""
 
     graphs: bool = False  # replay each step as CUDA graphs
+    ahead: bool = False  # propose the next tree while the host still reads this step; a request's last one is wasted
     attention: str = TORCH  # of tree rows over the memory
     rows: str = TORCH  # norms, gated products, rotary positions and the write into the memory
     sampling: str = TORCH  # one pass over the logits for token and log-sum
@@ -23,7 +24,7 @@ class Forms:
     @staticmethod
     def fast() -> "Forms":
         """Return the forms for a GPU."""
-        return Forms(graphs=True, **{name: TRITON for name in _names()})
+        return Forms(graphs=True, ahead=True, **{name: TRITON for name in _names()})
 
     def check(self, device: torch.device | str) -> "Forms":
         """Return self, or raise ValueError naming the form that `device` or this environment cannot run."""
@@ -47,4 +48,4 @@ class Forms:
 
 
 def _names() -> list[str]:
-    return [field.name for field in fields(Forms) if field.name != "graphs"]
+    return [field.name for field in fields(Forms) if field.name not in ("graphs", "ahead")]

@@ -1,6 +1,6 @@
 """The loop of tfm/decode.py on static memory, one request at a time: same tokens, same trees, same records.
 
-While the host writes down what a step accepted, the device already commits it.
+While the host writes down what a step accepted, the device already commits it and, if asked to, drafts on.
 """
 
 from collections.abc import Callable
@@ -43,6 +43,8 @@ class Engine:
         with torch.inference_mode():
             self.step = StaticStep(models, config, proposer, capacity=capacity, forms=forms, clock=self.clock)
         self._host: torch.Tensor | None = None
+        # stages are timed one after the other
+        self._runs_ahead, self._is_proposed = forms.ahead and clock != "stages", False
 
     def decode(
         self,
@@ -60,6 +62,10 @@ class Engine:
         with torch.inference_mode():
             for prompt in prompts:
                 self._run(prompt, on_finish, on_token, detokenise, traced, max_new_tokens)
+
+    def restart(self) -> None:
+        """Forget the tree that was proposed ahead: the memory now belongs to another request."""
+        self._is_proposed = False
 
     def _check_prompt(self, prompt: Prompt) -> None:
         vocab = self.models.target.config.vocab_size
@@ -79,6 +85,7 @@ class Engine:
         if config.stop and detokenise is None:
             raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
         request, clock = _Request(prompt, config, detokenise), self.clock
+        self.restart()
         start = clock.now()
         logits = self.step.prefill(prompt.tokens, prompt.index, self._first_token)
         root = int(self.step.context.roots)
@@ -111,9 +118,13 @@ class Engine:
     def _step(self, request: _Request, traced: bool) -> None:
         clock, step = self.clock, self.step
         clock.start_step()
-        packet = step.decide()
-        arrived = self._copy(packet)
+        if not self._is_proposed:
+            step.propose()
+        arrived = self._copy(step.verify())
         step.commit()
+        if self._runs_ahead:
+            step.propose()
+        self._is_proposed = self._runs_ahead
         decision = self._wait(arrived)
         self._refuse_nan(request, decision.bonus_logit)
         if decision.is_unfinished:

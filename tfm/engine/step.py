@@ -1,4 +1,4 @@
-"""A step on static memory: decide (draft, build, verify, accept), then commit. No part of it waits for the host."""
+"""A step on static memory: propose (draft, build), verify (and accept), commit. No part of it waits for the host."""
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tfm.engine.ops import make_ops
 from tfm.engine.target import StaticTarget
 from tfm.marginals import Marginals
 from tfm.target import TargetOutput
+from tfm.tree import DraftTree
 
 
 class StaticContext:
@@ -37,7 +38,7 @@ class StaticContext:
 
 
 class StaticStep:
-    """One method's step. `prefill` starts a request, `decide` returns a packet on the device, `commit` applies it."""
+    """One method's step: `prefill` starts a request, then `propose`, `verify` and `commit` in turn."""
 
     def __init__(
         self,
@@ -66,13 +67,19 @@ class StaticStep:
             )
         self.context = StaticContext(models, self.target, self.drafter)
         self._draw = _draw_of(forms)
-        self._decide, self._commit = Part(self._run_decide, clock), Part(self._run_commit, clock)
+        self._propose, self._verify = Part(self._run_propose, clock), Part(self._run_verify, clock)
+        self._commit = Part(self._run_commit, clock)
+        self._parts = (self._propose, self._verify, self._commit)
         if forms.graphs:
             self._capture()
 
-    def decide(self) -> Tensor:
-        """Return the packet of the next step; nothing is committed yet."""
-        return self._decide()
+    def propose(self) -> None:
+        """Draft and build the next tree; nothing is committed by that."""
+        self._propose()
+
+    def verify(self) -> Tensor:
+        """Verify the tree and accept a path; return the step's packet. Nothing is committed yet."""
+        return self._verify()
 
     def commit(self) -> None:
         """Make the last decision permanent; a request that ended with it is simply not asked again."""
@@ -97,8 +104,11 @@ class StaticStep:
             self.drafter.load(rows)
         return output.logits
 
-    def _run_decide(self) -> Tensor:
-        tree = self.proposer.propose(self.context, self.clock)
+    def _run_propose(self) -> None:
+        self._tree: DraftTree = self.proposer.propose(self.context, self.clock)
+
+    def _run_verify(self) -> Tensor:
+        tree = self._tree
         with self.clock.stage("verify"):
             self._output: TargetOutput = self.target.verify(tree, self.clock)
         with self.clock.stage("accept"):
@@ -127,11 +137,11 @@ class StaticStep:
     def _capture(self) -> None:
         for _ in range(WARM_UPS):
             self._reset()
-            self._decide.warm_up()
-            self._commit.warm_up()
+            for part in self._parts:
+                part.warm_up()
         self._reset()
-        self._decide.capture()
-        self._commit.capture()
+        for part in self._parts:
+            part.capture()
 
     def _reset(self) -> None:
         # any committed length does; what warm-up leaves behind is overwritten by the next prefill

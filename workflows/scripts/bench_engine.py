@@ -34,7 +34,7 @@ def forms_of(names: str, graphs: bool) -> Forms:
     unknown = sorted(set(chosen) - set(FORMS))
     if unknown:
         raise ValueError(f"--forms: {unknown[0]!r} is not allowed (allowed: all, none, {', '.join(FORMS)})")
-    return Forms(graphs=graphs, **dict.fromkeys(chosen, TRITON))
+    return Forms(graphs=graphs, ahead=graphs, **dict.fromkeys(chosen, TRITON))
 
 
 def copy_bandwidth(where: torch.device, gib: int = 4) -> float:
@@ -68,7 +68,11 @@ def run_steps(options, where: torch.device, report: dict, clock: str) -> None:
         bytes_read = step_bytes(models, ARMS[name]["method"], context=options.contexts[0])
         floor = sum(bytes_read.values()) / report["copy_bytes_per_s"] * 1e3
         report["arms"][name] = {**arm, "bytes": bytes_read, "floor_ms": floor, "seconds": time.time() - started}
-        shown = {key: value for key, value in arm.items() if key in ("ms", "error", "stages_ms", "peak_gib")}
+        shown = {
+            key: value
+            for key, value in arm.items()
+            if key in ("ms", "device_ms", "prefill_ms", "error", "stages_ms", "peak_gib")
+        }
         print(name, json.dumps(shown)[:600], f"floor {floor:.2f} ms", flush=True)
         write(options, report)
 

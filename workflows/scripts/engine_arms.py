@@ -25,6 +25,7 @@ ARMS = {
     "tfm-b128": {"method": "tfm", "budget": 128, "candidates": 512},
 }
 WARM_UP_STEPS = 4
+PREFILLS = (128, 512)  # tokens
 
 
 def arm_config(name: str, gdn_backend: str) -> DecodeConfig:
@@ -56,6 +57,7 @@ def time_arm(models: Models, name: str, forms: Forms, options, *, clock: str, me
         arm["device_ms"][context] = device_time(engine, options.steps)
         if clock == "stages":
             arm["stages_ms"][context] = stage_medians(request.steps[-options.steps :])
+    arm["prefill_ms"] = {length: prefill_time(engine, length) for length in PREFILLS if length <= capacity}
     arm["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     del engine, proposer
     gc.collect()
@@ -66,6 +68,7 @@ def time_arm(models: Models, name: str, forms: Forms, options, *, clock: str, me
 def put_context(engine: Engine, config: DecodeConfig, context: int) -> _Request:
     """Pretend that `context` tokens are committed: random keys, values and states, as a prefill would leave."""
     step = engine.step
+    engine.restart()
     with torch.inference_mode():
         for memory in (step.target, step.drafter):
             if memory is not None:
@@ -98,17 +101,31 @@ def timed_steps(engine: Engine, request: _Request, count: int) -> tuple[list[flo
 
 
 def device_time(engine: Engine, count: int) -> float:
-    """Return ms of a step's device work alone: decide and commit back to back, no host in between."""
+    """Return ms of a step's device work alone: its parts back to back, no host in between."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     with torch.inference_mode():
         start.record()
         for _ in range(count):
-            engine.step.decide()
+            engine.step.propose()
+            engine.step.verify()
             engine.step.commit()
         end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / count
+
+
+def prefill_time(engine: Engine, length: int, rounds: int = 3) -> float:
+    """Return ms of the prefill of `length` tokens, the copy into the static memory included: the best of rounds."""
+    spans, vocab = [], engine.models.target.config.vocab_size
+    with torch.inference_mode():
+        for number in range(rounds):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            engine.step.prefill([(7 * i + number) % (vocab - 8) + 8 for i in range(length)], 0, engine._first_token)
+            torch.cuda.synchronize()
+            spans.append((time.perf_counter() - start) * 1e3)
+    return min(spans)
 
 
 def stage_medians(steps: list) -> dict[str, float]:
