@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from engine_models import assert_same_records, run_reference, run_static
 from graft_family import DRAFTER, MIDDLE, SHAPES, TARGET, VOCAB, WEAVER, WIDTH, narrow, one_pass, random_family
 from helpers import assert_no_worse, make_tree, stack_trees
 from test_nano import ARMS, WEIGHTS, embedded_prompts
@@ -188,6 +189,19 @@ def test_padding_is_never_proposed_nor_emitted(arm):
     decode(prompts, wide, config, proposer=resolve(config.method)(config, wide), on_step=look,
            on_finish=lambda trace: emitted.update(trace.output_tokens))  # fmt: skip
     assert max(drafted | emitted) < VOCAB and len(drafted) > 10
+
+
+@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "dartree", "tfm"])
+def test_the_static_engine_decodes_a_graft_as_the_reference_loop_does(method):
+    """Its head does not pass through the target's: without a mask of its own it would draw padding."""
+    _, wide = pair("wider_by_no_power_of_two", torch.float32)
+    budget = {} if method in ("ar", "dflash") else {"budget": 9}
+    config = DecodeConfig(method=method, **budget, temperature=1.0, max_new_tokens=12)
+    prompts = [replace(prompt, tokens=[token % VOCAB for token in prompt.tokens[:5]]) for prompt in embedded_prompts()]
+    got, expected = (run(wide, config, prompts[:2]) for run in (run_static, run_reference))
+    # the random family's logits are ten times as large as a trained one's, and so is their rounding
+    assert_same_records(got, expected, log_prob_tolerance=1e-3)
+    assert max(token for trace in got for token in trace.output_tokens) < VOCAB
 
 
 def test_padded_candidates_have_no_probability():

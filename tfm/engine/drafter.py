@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tfm.drafter import Drafter, DrafterCache, DrafterLayer
-from tfm.engine.ops import Heads, Ops, join_rows
+from tfm.engine.ops import Heads, Ops, head, join_rows
 from tfm.layers import rotary_table
 from tfm.target import Target
 from tfm_kernels.tree_attention import TreeMask
@@ -76,7 +76,7 @@ class StaticDrafter:
         _, hidden = ops.add_norm(x, update, drafter.norm)
         hidden = hidden[1:]
         self.pending_count.zero_()
-        return ops.linear(hidden, self._target.head_weight)[None], hidden[None]
+        return head(ops.linear, self._target, hidden)[None], hidden[None]
 
     def _prepare(self, kind: str):
         window = self.drafter.config.sliding_window if kind == "sliding_attention" else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tfm.engine.forms import TRITON, Forms
 from tfm.layers import RMSNorm, rotate
+from tfm.target import Target
 from tfm_kernels import tree_attention
 
 
@@ -35,6 +36,15 @@ def add_norm(x: Tensor, update: Tensor | None, norm: RMSNorm) -> tuple[Tensor, T
     if update is not None:
         x = x + update
     return x, norm(x)
+
+
+def head(linear: Callable, target: Target, hidden: Tensor) -> Tensor:
+    """Return the logits [N, vocab] of rows [N, d] by a form of `linear`, -inf at padded ids of the vocabulary."""
+    logits = linear(hidden, target.head_weight)
+    live = getattr(target, "live_vocab", logits.shape[-1])  # of a GraftedTarget
+    if live < logits.shape[-1]:
+        logits[:, live:] = -torch.inf
+    return logits
 
 
 def swiglu(both: Tensor) -> Tensor:

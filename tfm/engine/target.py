@@ -12,7 +12,7 @@ from torch import Tensor
 from tfm.cache import AttentionRows, GdnState, TargetCache
 from tfm.clock import Clock
 from tfm.engine.gdn import make_gdn, project
-from tfm.engine.ops import Heads, Ops, join_rows
+from tfm.engine.ops import Heads, Ops, head, join_rows
 from tfm.layers import rotary_table
 from tfm.target import Layer, Target, TargetOutput
 from tfm.target_config import GDN
@@ -113,7 +113,7 @@ class StaticTarget:
         x, hidden = ops.add_norm(x, update, target.norm)
         taps[len(target.layers) - 1] = x
         with shared.clock.stage("target_head"):
-            logits = ops.linear(hidden, target.head_weight)
+            logits = head(ops.linear, target, hidden)
         side = torch.cat([x.new_zeros(len(x), 0), *(taps[i] for i in target.tap_layers)], dim=-1)
         return TargetOutput(logits[None], hidden[None], side[None])
 
