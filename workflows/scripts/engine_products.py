@@ -11,15 +11,14 @@ from tfm_kernels import linear_triton, tree_attention, tree_attention_triton
 from tfm_kernels.gdn.ops import ancestor_mask
 from tfm_kernels.linear_triton import Choice
 
-# [out, in] of the products of a step
+# [out, in] of the products of a step, the largest part of a step's bytes first
 SHAPES = {
-    "gdn_in": (10_240 + 6_144 + 96, HIDDEN),
-    "gdn_out": (HIDDEN, 6_144),
-    "attention_in": (2 * 6_144 + 2_048, HIDDEN),
-    "attention_out": (HIDDEN, 6_144),
     "gate_up": (2 * FFN, HIDDEN),
     "down": (HIDDEN, FFN),
+    "gdn_in": (10_240 + 6_144 + 96, HIDDEN),
     "head": (VOCAB, HIDDEN),
+    "gdn_out": (HIDDEN, 6_144),  # the attention's output has the same shape
+    "attention_in": (2 * 6_144 + 2_048, HIDDEN),
     "drafter_in": (4_096 + 2_048, HIDDEN),
     "drafter_out": (HIDDEN, 4_096),
     "drafter_fc": (HIDDEN, 5 * HIDDEN),
@@ -76,20 +75,17 @@ def _measure(x: torch.Tensor, weights: list[torch.Tensor], deadline: float) -> d
 
 
 def _candidates(tokens: int, out_rows: int, inner: int):
-    blocks_out = (32, 64, 128) if tokens <= 32 else (64, 128)
-    for block_out, block_in, stages in itertools.product(blocks_out, (64, 128, 256), (3, 4, 6)):
-        if inner % block_in:
-            continue
+    # a tile is compiled once for all shapes: few of them, or compiling takes the time
+    few = tokens <= 32
+    sizes = ((32, 64, 128), (128, 256), (4,)) if few else ((64, 128), (64, 128), (3, 4))
+    for block_out, block_in, stages, splits in itertools.product(*sizes, (1, 2, 4, 8)):
         programs = -(-out_rows // block_out)
-        for splits in (1, 2, 4, 8):
-            # waves of 132 multiprocessors: neither idle ones nor crumbs
-            if (splits > 1 and programs * splits > 132 * 8) or (splits < 8 and programs * splits < 100):
-                continue
-            # the stages must fit beside each other
-            if stages * 2 * block_in * (block_out + max(tokens, 16)) > 220 * 1024:
-                continue
-            for warps in (4, 8) if block_out == 128 else (4,):
-                yield Choice("triton", block_out, block_in, splits, warps, stages)
+        # waves of 132 multiprocessors: neither idle ones nor crumbs
+        if inner % block_in or (splits > 1 and programs * splits > 132 * 8) or (splits < 8 and programs * splits < 100):
+            continue
+        # the stages must fit beside each other
+        if stages * 2 * block_in * (block_out + sum(linear_triton.token_blocks(tokens))) <= 220 * 1024:
+            yield Choice("triton", block_out, block_in, splits, 8 if block_out == 128 else 4, stages)
 
 
 def _graph_us(call, operands: list, rounds: int = 6) -> float:
@@ -135,9 +131,11 @@ def measure_attention(where: torch.device, options) -> list[dict]:
 def _tilings(rows: int, kv_heads: int, dim: int):
     default = tree_attention_triton.choose_tiling(rows, kv_heads, dim)
     yield default
-    for keys, stages, warps in itertools.product((32, 64, 128), (2, 3), (4, 8)):
-        for splits in {default.splits, max(default.splits // 2, 1), min(default.splits * 2, 32)}:
-            yield tree_attention_triton.Tiling(default.rows, keys, splits, warps, stages)
+    splits = sorted({default.splits, min(2 * default.splits, tree_attention_triton.MAX_SPLITS)})
+    for keys, stages, warps, count in itertools.product((32, 64), (2, 3), (4, 8), splits):
+        cut = tree_attention_triton.Tiling(default.rows, keys, count, warps, stages)
+        if cut != default:
+            yield cut
 
 
 def _attention_calls(where, heads: int, kv: int, dim: int, nodes: int, context: int, window: int | None):
