@@ -1,5 +1,7 @@
 """The CUDA kernels around tree verify against float64 definitions: commit of all layers, the stages of the mixer."""
 
+import dataclasses
+
 import pytest
 import torch
 from cuda_cases import DIM, GROUP, HEADS, TREES, draw_inputs, random_tree, relative, run
@@ -124,3 +126,37 @@ def test_mixer_equals_definition_stage_by_stage(nodes):
     bounds = dict(q=3e-3, k=3e-3, v=3e-3, log_decay=1e-6, beta=1e-6, u=1e-2, path_log_decay=1e-6, normed=1e-2)
     for name, bound in bounds.items():
         assert relative(getattr(buffers, name), expected[name]) < bound, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [1, 17, 65])
+def test_inputs_that_are_columns_of_one_product_change_no_bit(nodes):
+    inputs, weights, buffers = mixer_case(nodes, heads=4)
+    parts = (inputs.mixed, inputs.gate.flatten(2), inputs.write, inputs.decay)
+    joined = torch.cat(parts, dim=-1)
+    mixed, gate, write, decay = joined.split([part.shape[-1] for part in parts], dim=-1)
+    views = dict(mixed=mixed, gate=gate.unflatten(-1, (-1, DIM)), write=write, decay=decay)
+    assert not mixed.is_contiguous() or nodes == 1
+    mixer_cuda.mixer_into(inputs, weights, buffers)
+    again = mixer_cuda.MixerBuffers.empty(2, nodes, 4, 4 * GROUP, torch.device("cuda"))
+    mixer_cuda.mixer_into(dataclasses.replace(inputs, **views), weights, again)
+    for field in dataclasses.fields(buffers):
+        assert torch.equal(getattr(buffers, field.name), getattr(again, field.name)), field.name
+    path = torch.tensor([[0, -1], [-1, -1]], device="cuda")
+    windows = []
+    for rows in (inputs.mixed, mixed):
+        state, window = inputs.state.clone(), inputs.window.clone()
+        layer = mixer_cuda.CommitLayer(state, buffers.k, buffers.u, buffers.path_log_decay, window, rows)
+        mixer_cuda.Commit([layer])(path)
+        windows.append(window)
+    assert torch.equal(windows[0], windows[1])
+    assert torch.equal(windows[0][0, -1], inputs.mixed[0, 0])
+
+
+@pytest.mark.gpu
+def test_rows_at_a_distance_that_breaks_vectors_are_refused():
+    inputs, weights, buffers = mixer_case(3)
+    channels = inputs.mixed.shape[-1]
+    wide = torch.cat([inputs.mixed, inputs.mixed[..., :4]], dim=-1)[..., :channels]
+    with pytest.raises(ValueError, match="mixed: strides .*16-byte aligned"):
+        mixer_cuda.mixer_into(dataclasses.replace(inputs, mixed=wide), weights, buffers)
