@@ -1,24 +1,30 @@
 """Suite graft: its cells say what they are grafted from and to, and one of a small shape decodes as its source does."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from graft_family import MIDDLE
 
 from baselines import suite
 from baselines.parts import PARTS
-from tfm import graft_shape
+from tfm import graft, graft_shape
 from tfm.cells import load_cells
+from tfm.drafter import Drafter, DrafterConfig
 from tfm.prompt_sources import load_prompt_set
 from tfm.prompts import Preparation, prepare, write_prepared
+from tfm.target import Target, TargetConfig
 from tfm.tokenizer import load_tokenizer
+from tfm.weaver import Weaver, WeaverConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 
-GRAFT, NANO = (yaml.safe_load((ROOT / f"workflows/config/{name}.yaml").read_text()) for name in ("graft", "nano"))
+NAMES = ("graft", "nano", "train_mini")
+GRAFT, NANO, MINI = (yaml.safe_load((ROOT / f"workflows/config/{name}.yaml").read_text()) for name in NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +51,23 @@ def test_the_suite_has_the_paper_s_shape_and_mini_fits_it():
     assert (drafter["num_attention_heads"], drafter["num_key_value_heads"], len(drafter["layer_types"])) == (32, 8, 5)
     assert (weaver["d_rank"], weaver["num_heads"], weaver["mlp_dim"]) == (2048, 16, 2048)
     assert weaver["candidate_pool_size"] == 512
-    mini = yaml.safe_load((ROOT / "workflows/config/train_mini.yaml").read_text())
-    assert graft_shape.problems({part: mini[part]["model"] for part in PARTS}, shape) == []
+    assert graft_shape.problems({part: MINI[part]["model"] for part in PARTS}, shape) == []
+
+
+def test_the_shape_has_as_many_weights_as_the_released_models():
+    """56,694,784 in the Weaver file, 1.73 billion in the drafter's, and 51.25 GB in bfloat16 that a pass of the target
+    reads: all of it but the embedding. No memory is taken."""
+    shape, target = GRAFT["graft"], TargetConfig.from_dict(MINI["target"]["model"])
+    width = shape["target"]["hidden_size"]
+    drafter, weaver = DrafterConfig.from_dict(MINI["drafter"]["model"]), WeaverConfig.from_dict(MINI["weaver"]["model"])
+    with torch.device("meta"):
+        wide = Target(graft.target_config(target, shape["target"]))
+        parts = [Drafter(graft.drafter_config(drafter, shape["drafter"], width))]
+        parts.append(Weaver(graft.weaver_config(weaver, shape["weaver"], width)))
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (wide, *parts)]
+    assert counts[2] == 56_694_784
+    assert round(counts[1] / 1e9, 2) == 1.73
+    assert round((counts[0] - wide.embed_weight.numel()) * 2 / 1e9, 2) == 51.25
 
 
 def test_every_method_decodes_eight_prompts_a_set_and_sweeps_run_on_one(cells):
@@ -67,9 +88,9 @@ def test_a_family_that_the_shape_cannot_hold_is_refused_with_every_reason():
         suite.resolve({**GRAFT, "weights": str(ROOT / "tfm/weights/nano")})
     for key in ("target.head_dim: 256", "target.linear_key_head_dim: 128", "target.layers", "weaver.num_heads: 16"):
         assert f"graft.{key}" in str(error.value)
-    graft = {**GRAFT["graft"], "target": {**GRAFT["graft"]["target"], "hiden_size": 5120, "vocab_size": 0}}
+    wrong = {**GRAFT["graft"], "target": {**GRAFT["graft"]["target"], "hiden_size": 5120, "vocab_size": 0}}
     with pytest.raises(ValueError, match="nothing was run") as error:
-        suite.resolve({**GRAFT, "graft": graft})
+        suite.resolve({**GRAFT, "graft": wrong})
     assert "graft.target.hiden_size: unknown key; did you mean hidden_size?" in str(error.value)
     assert "graft.target.vocab_size: 0 is not allowed (allowed: an integer >= 1)" in str(error.value)
 
@@ -83,8 +104,8 @@ def test_a_grafted_cell_decodes_what_its_source_decodes_and_its_record_says_what
     prepared = prepare(rows, tokenizer, Preparation(max_new_tokens=6, context=2048))[0][:2]
     write_prepared(tmp_path / "prompts.jsonl", tmp_path / "prompts.manifest.json", prepared, {})
     records = []
-    for name, graft in (("plain", None), ("grafted", {"seed": 3, **MIDDLE})):
-        config = suite.resolve({**NANO, **small, "weights": str(ROOT / "tfm/weights/nano"), "graft": graft})
+    for name, shape in (("plain", None), ("grafted", {"seed": 3, **MIDDLE})):
+        config = suite.resolve({**NANO, **small, "weights": str(ROOT / "tfm/weights/nano"), "graft": shape})
         cell = suite.resolve_cell(config, dataset="sample-math", variant="tfm-b8-w2", setting="t1", seed=1)
         run_cell(cell, prompts=tmp_path / "prompts.jsonl", out=tmp_path / name)
         records.append(load_cells([tmp_path / name]))
@@ -102,3 +123,22 @@ def test_captions_say_whose_function_and_whose_cost():
 
     assert _weights(suite.resolve(GRAFT)) == " (grafted: function of mini, cost of 27B)"
     assert _weights(suite.resolve(NANO)) == "" == _weights({"suite": "a plan of before this key"})
+
+
+def test_the_check_on_a_device_passes_a_graft_and_finds_padding_that_is_not_masked(tmp_path, monkeypatch):
+    import check_graft
+
+    config = {**GRAFT, "weights": str(ROOT / "tfm/weights/nano"), "graft": {"seed": 0, **MIDDLE}, "context": 200}
+    config |= {"methods": ["ar", "tfm"], "budget": 5, "width": 2, "budgets": [], "widths": [], "candidates": 32}
+    config |= {"tables": ["headline", "per_set"], "figures": ["tau"], "torch_threads": 1}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
+    words = ["check_graft.py", "--config", str(tmp_path / "small.yaml"), "--device", "cpu", "--shallow-layers", "4"]
+    words += ["--prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "check.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert check_graft.main() == 0
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert found["float32"]["built"]["layers"] == 4 and found["bfloat16"]["built"]["layers"] == 8
+    run = found["float32"]["runs"]["tfm-b5-w2 t1"]
+    assert run["same_as_source"] == 1 and run["logits"]["steps"] > 0 and 0 < run["logits"]["largest"] < 1e-3
+    monkeypatch.setattr(graft.GraftedTarget, "head", Target.head)
+    assert check_graft.main() == 1

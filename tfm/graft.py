@@ -87,9 +87,7 @@ def graft(source: Models, shape: dict, *, seed: int, device, dtype: torch.dtype)
 
 def widen_target(source: Target, sizes: dict, taps: tuple[int, ...], *, seed: int, device, dtype) -> GraftedTarget:
     """Return a wide target with an untied head; `taps` are the wide layers that a drafter reads."""
-    kinds = tuple(graft_shape.wide_layer_types(sizes, source.config.to_dict()))
-    given = {key: sizes[key] for key in sizes if key in TargetConfig.__dataclass_fields__}
-    config = replace(source.config, **given, layer_types=kinds, tie_word_embeddings=False).check()
+    config = target_config(source.config, sizes)
     with torch.device("meta"):
         wide = GraftedTarget(config, taps, source.config.vocab_size)
     weights = {**source.state_dict(), "lm_head.weight": source.head_weight}
@@ -99,8 +97,7 @@ def widen_target(source: Target, sizes: dict, taps: tuple[int, ...], *, seed: in
 
 def widen_drafter(source: Drafter, sizes: dict, hidden_size: int, *, seed: int, device, dtype) -> Drafter:
     """Return a wide drafter for a target of `hidden_size`."""
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in sizes.items() if key != "layers"}
-    config = replace(source.config, **given, hidden_size=hidden_size).check()
+    config = drafter_config(source.config, sizes, hidden_size)
     with torch.device("meta"):
         wide = Drafter(config)
     axes = _drafter_axes(source.config, config)
@@ -110,13 +107,31 @@ def widen_drafter(source: Drafter, sizes: dict, hidden_size: int, *, seed: int, 
 
 def widen_weaver(source: Weaver, sizes: dict, hidden_size: int, *, seed: int, device, dtype) -> Weaver:
     """Return a wide weaver for a target of `hidden_size`."""
-    given = {key: value for key, value in sizes.items() if key != "layers"}
-    config = replace(source.config, **given, d_model=hidden_size, d_embed=hidden_size).check()
+    config = weaver_config(source.config, sizes, hidden_size)
     with torch.device("meta"):
         wide = Weaver(config)
     axes = _weaver_axes(source.config, config)
     weights = source.state_dict()
     return _filled(wide, weights, axes, sizes.get("layers"), seed=f"{seed}/weaver", device=device, dtype=dtype)
+
+
+def target_config(source: TargetConfig, sizes: dict) -> TargetConfig:
+    """Return the config of a wide target."""
+    kinds = tuple(graft_shape.wide_layer_types(sizes, source.to_dict()))
+    given = {key: sizes[key] for key in sizes if key in TargetConfig.__dataclass_fields__}
+    return replace(source, **given, layer_types=kinds, tie_word_embeddings=False).check()
+
+
+def drafter_config(source: DrafterConfig, sizes: dict, hidden_size: int) -> DrafterConfig:
+    """Return the config of a wide drafter."""
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in sizes.items() if key != "layers"}
+    return replace(source, **given, hidden_size=hidden_size).check()
+
+
+def weaver_config(source: WeaverConfig, sizes: dict, hidden_size: int) -> WeaverConfig:
+    """Return the config of a wide weaver."""
+    given = {key: value for key, value in sizes.items() if key != "layers"}
+    return replace(source, **given, d_model=hidden_size, d_embed=hidden_size).check()
 
 
 def _hidden(target: Target, shape: dict) -> int:
