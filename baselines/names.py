@@ -17,6 +17,7 @@ LETTERS = {"budget": "b", "width": "w", "candidates": "k", "children": "c", "dep
 BARE = ("candidates", "children", "depth")
 DEFAULT_RULE = "target_only"
 STAGED = "stages"
+AGAIN = "null"  # the same method once more: what differs between the two is noise
 # option of a method -> its word in a name, and the value that the word means
 WORDS = {"residual": ("r0", False), "siblings": ("sampled", "sampled")}
 NUMBER = "[1-9][0-9]*"
@@ -37,6 +38,7 @@ class Variant:
     siblings: str = "top"
     rule: str = DEFAULT_RULE
     staged: bool = False  # stage times and trees are recorded
+    again: bool = False  # the null control, timed as the headline is
 
     def name(self, config: dict) -> str:
         """Return the one name of this variant under a config's defaults."""
@@ -47,7 +49,7 @@ class Variant:
                 parts.append(f"{LETTERS[knob]}{value}")
         parts += [word for option, word, value in _words(self.method) if getattr(self, option) == value]
         parts += [] if self.rule == DEFAULT_RULE else [self.rule]
-        return "-".join([*parts, STAGED] if self.staged else parts)
+        return "-".join([*parts, *([STAGED] if self.staged else []), *([AGAIN] if self.again else [])])
 
 
 def parse_variant(name: str, config: dict) -> Variant:
@@ -61,7 +63,7 @@ def parse_variant(name: str, config: dict) -> Variant:
         optional += [f"-{word}" for _, word, _ in _words(method)]
         raise ValueError(
             f"variant: {name!r} is not allowed (allowed: {example}, then any of {', '.join(optional) or 'nothing'}, "
-            f"a rule of {', '.join(RULES)}, and -{STAGED}; N is at least 1); write the name in that order"
+            f"a rule of {', '.join(RULES)}, -{STAGED}, and -{AGAIN}; N is at least 1); write the name in that order"
         )
     found = match.groupdict()
     knobs = {knob: int(found[knob]) if found.get(knob) else config[knob] for knob in METHODS[method].knobs}
@@ -71,6 +73,7 @@ def parse_variant(name: str, config: dict) -> Variant:
         **{option: value for option, _, value in _words(method) if found[option] is not None},
         rule=found["rule"] or DEFAULT_RULE,
         staged=found["staged"] is not None,
+        again=found["again"] is not None,
     )
     if variant.name(config) != name:
         raise ValueError(
@@ -88,8 +91,9 @@ def variant_pattern(method: str, *, groups: bool = False) -> str:
     for option, word, _ in _words(method):
         pattern += f"(?:-(?P<{option}>{word}))?" if groups else f"(?:-{word})?"
     rules = "|".join(rule for rule in RULES if rule != DEFAULT_RULE)
-    rule, staged = (f"(?P<rule>{rules})", f"(?P<staged>{STAGED})") if groups else (f"(?:{rules})", STAGED)
-    return f"{pattern}(?:-{rule})?(?:-{staged})?"
+    for name, words in (("rule", rules), ("staged", STAGED), ("again", AGAIN)):
+        pattern += f"(?:-(?P<{name}>{words}))?" if groups else f"(?:-(?:{words}))?"
+    return pattern
 
 
 def setting_name(temperature: float, *, reasoning: bool = False) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from baselines.inputs import PINS_FILE, draft_rows, missing_weights, pins, weight_digests
 from baselines.methods import METHODS, SWEEPS, check
 from baselines.names import (
+    AGAIN,
     SETTING,
     STAGED,
     Variant,
@@ -25,6 +26,7 @@ from baselines.validation import FIGURE_TABLES, SCHEMA_FILE, resolve
 from tfm.config import DecodeConfig
 
 __all__ = [
+    "AGAIN",
     "FIGURE_TABLES",
     "PINS_FILE",
     "SCHEMA_FILE",
@@ -69,7 +71,8 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
     if not re.fullmatch("0|[1-9][0-9]*", str(seed)):
         raise ValueError(f"seed: {seed!r} is not allowed (allowed: an integer >= 0); write seed0, seed1, ...")
     seed = int(seed)
-    timed = parsed.staged or (config["timed"] and parsed in headline(config) and seed == config["seeds"][0])
+    in_headline = replace(parsed, again=False) in headline(config)
+    timed = parsed.staged or (config["timed"] and in_headline and seed == config["seeds"][0])
     decode = _settings(config, parsed, temperature=temperature, seed=seed, requests=1 if timed else config["requests"])
     digests = weight_digests(config) if digests is None else digests
     parts = ("target", *METHODS[decode.method].parts_for(decode))
@@ -102,7 +105,8 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
 
 
 def _settings(config: dict, variant: Variant, **fields) -> DecodeConfig:
-    named = {key: value for key, value in asdict(variant).items() if key != "staged" and value is not None}
+    named = {key: value for key, value in asdict(variant).items() if value is not None}
+    named = {key: value for key, value in named.items() if key not in ("staged", "again")}
     fields |= {"max_new_tokens": config["max_new_tokens"], "gdn_backend": config["gdn_backend"]}
     return check(DecodeConfig(**named, **fields), draft_rows(config))
 
@@ -140,6 +144,13 @@ def _side_variants(config: dict):
                 yield key, _variant(config, method, **{knob: value})
     if config["stages"]:
         yield from (("stages", replace(variant, staged=True)) for variant in headline(config))
+    yield from _audited(config)
+    # last, so that a drift of the machine over the run shows in it
+    if config["null_control"] and "ar" in config["methods"]:
+        yield "null", replace(_variant(config, "ar"), again=True)
+
+
+def _audited(config: dict):
     if "tfm" in config["methods"]:
         name = _variant(config, "tfm").name(config)
         yield from (("audit", parse_variant(f"{name}-{ending}", config)) for ending in config["audit"])

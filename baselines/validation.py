@@ -17,7 +17,7 @@ from baselines.refusals import did_you_mean, refusal, shown
 from tfm.config import DecodeConfig
 
 SCHEMA_FILE = WORKFLOWS / "schemas/config.schema.yaml"
-RESERVED = ("published", "train")  # folders of results/ that are no suite's
+RESERVED = ("published", "train", "rebuilt")  # folders of results/ that are no suite's
 # figure -> the table that it is drawn from
 FIGURE_TABLES = {
     "throughput": "per_set",
@@ -58,6 +58,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
     absent = ("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels", "graft", "caption")
     defaults = dict.fromkeys(absent) | {"title": config["suite"], "checkpoints": {}, "servers": {}}
     defaults |= {"fixed": [], "timed": True, "everywhere": []}
+    defaults |= {"null_control": False, "bench": False}
     defaults |= {"gdn_backend": DecodeConfig.gdn_backend}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job

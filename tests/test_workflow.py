@@ -224,6 +224,15 @@ def test_published_records_rebuild_their_tables(finished, tmp_path):
     subprocess.run([*call, "--out", tmp_path / "again"], cwd=folder, env=environment, check=True, capture_output=True)
     for path in sorted((out / "tables").glob("*.csv")):
         assert path.read_bytes() == (tmp_path / "again/tables" / path.name).read_bytes(), path.name
+    # one command for everything published, which finds a number that its records do not give
+    snakemake(folder, "rebuild_published", config=SLICE)
+    report = json.loads((folder / "results/rebuilt/rebuilt.json").read_text())
+    assert report["different"] == {} and report["compared"] >= len(NANO["tables"]) + 2
+    assert (folder / "results/rebuilt/nano/figures/tau.pdf").stat().st_size > 0
+    table = out / "tables/audit.csv"
+    table.write_text(table.read_text().replace("0.", "1.", 1))
+    text = snakemake(folder, "rebuild_published", "-R", "rebuild_published", config=SLICE, expect=1)
+    assert "results/published/nano/tables/audit.csv is not what its records give: line " in text
 
 
 def test_cells_of_uncommitted_code_are_not_published(finished, tmp_path):

@@ -274,6 +274,33 @@ def all_weights():
     ]
 
 
+def traced_trees():
+    """Return the recorded trees that the report shows."""
+    return [f"{cell['path']}/trees.parquet" for cell in CELLS if cell["traced"]]
+
+
+def bench_files():
+    """Return the records of the kernels' bench where the suite asks for it."""
+    head = f"results/{config['suite']}/bench"
+    return [f"{head}/samples.json", f"{head}/summary.json"] if config["bench"] else []
+
+
+def cuda_code(wildcards):
+    """Return the digest of all kernels that the bench times."""
+    backends = ("fused_cuda", "fused_triton", "recurrent_triton")
+    return " ".join(digest_of("ar", backend) for backend in backends)
+
+
+def published_files():
+    """Return the files that published tables and figures are made of."""
+    names = ("plan.json", "cells.json", "samples.json", "*.parquet", "*/*.parquet")
+    return sorted(
+        str(path)
+        for name in names
+        for path in Path("results/published").glob(f"*/{name}")
+    )
+
+
 def config_json(wildcards):
     """Return the checked config as JSON; the folder of real sets is machine-bound and decides nothing after prompts."""
     return json.dumps(

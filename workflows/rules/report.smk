@@ -2,6 +2,10 @@
 
 
 localrules:
+    check,
+    bless,
+    rebuild_published,
+    make_paper,
     write_plan,
     make_tables,
     make_figures,
@@ -108,8 +112,10 @@ rule write_manifest:
 rule make_report:
     input:
         script="workflows/scripts/make_report.py",
+        viewer="workflows/scripts/tree_viewer.js",
         manifest="<results>/manifest.json",
         plan="<results>/plan.json",
+        trees=traced_trees(),
     output:
         "<results>/report.html",
     log:
@@ -121,10 +127,105 @@ rule make_report:
         " || {{ cat {log} >&2; exit 1; }}"
 
 
+# tables as a paper prints them; the figures' pdf files lie beside
+rule make_paper:
+    input:
+        script="workflows/scripts/make_paper.py",
+        plan="<results>/plan.json",
+        tables=collect("<results>/tables/{table}.csv", table=config["tables"]),
+    output:
+        directory("<results>/paper"),
+    log:
+        "<results>/logs/make_paper.log",
+    params:
+        code=script_code("make_paper"),
+    shell:
+        "python {input.script} --plan {input.plan} --tables $(dirname {input.plan})/tables --out {output} > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"
+
+
+# the kernels' own bench, where the suite asks for it: CUDA graphs of every arm, in turn
+rule bench_graphs:
+    input:
+        script="results/published/kernels-h200/bench.py",
+    output:
+        samples="<results>/bench/samples.json",
+        summary="<results>/bench/summary.json",
+    log:
+        "<results>/logs/bench_graphs.log",
+    threads: workflow.cores
+    resources:
+        gpu=1,
+    params:
+        code=cuda_code,
+    shell:
+        "python {input.script} --out $(dirname {output.samples}) --commit $(git rev-parse HEAD) > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"
+
+
+# fails by name when a run is not what expected.yaml and the last published run say; its two reports are kept then too
+rule check:
+    input:
+        script="workflows/scripts/check.py",
+        expected="workflows/config/expected.yaml",
+        plan="<results>/plan.json",
+        summary="<results>/summary.json",
+        cells=all_of_cells("cell.json"),
+        bench=bench_files(),
+    output:
+        touch("<results>/check/passed"),
+    log:
+        junit="<results>/check/junit.xml",
+        summary="<results>/check/summary.md",
+    params:
+        code=script_code("check"),
+        bench="--bench $(dirname {})".format(bench_files()[0]) if bench_files() else "",
+    shell:
+        "python {input.script} --plan {input.plan} --expected {input.expected} --published results/published"
+        " {params.bench} --out $(dirname {log.junit})"
+
+
+# what expected.yaml would say after this run; nothing but the proposal is written
+rule bless:
+    input:
+        script="workflows/scripts/bless.py",
+        expected="workflows/config/expected.yaml",
+        plan="<results>/plan.json",
+        summary="<results>/summary.json",
+        cells=all_of_cells("cell.json"),
+    output:
+        "<results>/check/proposed.yaml",
+    log:
+        "<results>/logs/bless.log",
+    params:
+        code=script_code("bless"),
+    shell:
+        "python {input.script} --plan {input.plan} --expected {input.expected} --out {output} 2>&1 | tee {log} >&2"
+
+
+# every table and figure of every published run again from its records, and the csv files compared byte by byte
+rule rebuild_published:
+    input:
+        script="workflows/scripts/rebuild_published.py",
+        expected="workflows/config/expected.yaml",
+        records=published_files(),
+    output:
+        "results/rebuilt/rebuilt.json",
+    log:
+        "results/rebuilt/rebuild.log",
+    params:
+        code=script_code("rebuild_published"),
+    shell:
+        "python {input.script} --published results/published --expected {input.expected} --out $(dirname {output})"
+        " > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+
+
 # not part of rule all: copies the finished suite's records, tables and figures into the tracked tree
 rule publish:
     input:
         script="workflows/scripts/publish.py",
+        inventory="workflows/scripts/inventory.py",
+        expected="workflows/config/expected.yaml",
         report="<results>/report.html",
         plan="<results>/plan.json",
     output:
@@ -134,5 +235,7 @@ rule publish:
     params:
         name=config["suite"].removesuffix("-real"),
     shell:
-        "python {input.script} --plan {input.plan} --out results/published/{params.name} > {log} 2>&1"
+        "{{ python {input.script} --plan {input.plan} --out results/published/{params.name}"
+        " && python {input.inventory} --expected {input.expected} --published results/published --out results/published;"
+        " }} > {log} 2>&1"
         " || {{ cat {log} >&2; exit 1; }}"

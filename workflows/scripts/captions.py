@@ -1,5 +1,6 @@
 """What a reader has to know of each table: its title, how its columns are counted, and where its numbers were made."""
 
+import arms
 import probe_tables
 import tables
 
@@ -17,6 +18,8 @@ TITLES = {
     "ceiling_claims": "Acceptance ceiling: the paper's claims as questions",
     "kernels": "GDN tree verification, microseconds a layer",
     "sanity": "What a reader should doubt",
+    "controls": "Controls of the timing",
+    "arms": "How each method was run",
 }
 NOTES = {
     "headline": "tok/s: new tokens / wall of the prompt loop, prefill included, first seed; speedup: ratio of macro "
@@ -55,11 +58,17 @@ NOTES = {
 PROBE_TABLES = [name for names in probes.TABLES.values() for name in names]
 NOTES["sanity"] = (
     "One row a check over all records, its worst value and the limit above which it is flagged (the first "
+    "draft: below). Rows that break a count (steps missing, accepted deeper than the tree) stop the tables instead."
 )
-"draft: below). Rows that break a count (steps missing, accepted deeper than the tree) stop the tables instead."
+HEADLINES = ("headline", "per_set", "paired")  # tables that compare methods
 # tables of one setting and seed, and of one set unless the suite says otherwise; "" is a sweep that it does not name
-ON_THE_SIDE = {"latency": "stages", "sweeps": "", "audit": "audit"}
+ON_THE_SIDE = {"latency": "stages", "sweeps": "", "audit": "audit", "controls": "null"}
 NOTES["per_set"] = NOTES["headline"]
+NOTES["controls"] = (
+    "ar once more at the end of the run, against ar: the same work, so that the ratio is noise and drift alone; step "
+    "times of the second half of a cell's requests over the first; the card's clock after a cell over before it."
+)
+NOTES["arms"] = "Knobs of each method; concurrency counts requests decoded together; what else differs is named."
 
 
 def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
@@ -90,6 +99,8 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
         f"Budget {budget} drafted nodes, {budget + 1} verified rows (the root is extra).",
         f"Prompts: {counts}; up to {config['max_new_tokens']} new tokens; intervals are 95 % bootstrap over prompts.",
     ]
+    notes = [*arms.unfair(arms.launches_of(data.plan)), arms.domain_note({cell["domain"] for cell in data.plan})]
+    parts += [f"{note[0].upper()}{note[1:]}." for note in notes if note] if name in HEADLINES else []
     missing = data.records.missing
     parts += [f"Missing: {len(missing)} of {len(data.plan)} cells."] if missing else []
     parts += [f"MIXED: {note}."] if note else []

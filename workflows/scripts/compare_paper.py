@@ -123,6 +123,16 @@ def to_markdown(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_comparison(rows: list[dict], out: Path) -> None:
+    """Write the rows of `compare` as csv, and as Markdown beside it."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(out, text.getvalue().encode())
+    write_atomic(out.with_suffix(".md"), to_markdown(rows).encode())
+
+
 def _shown(value) -> str:
     if value is None:
         return ""
@@ -138,12 +148,7 @@ def main() -> int:
     expected, summary = yaml.safe_load(options.expected.read_text()), json.loads(options.summary.read_text())
     folder = options.summary.resolve().parent
     rows = compare(expected, summary, folder.name, devices=devices_of(folder / "tables/headline.csv"))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomic(options.out, text.getvalue().encode())
-    write_atomic(options.out.with_suffix(".md"), to_markdown(rows).encode())
+    write_comparison(rows, options.out)
     statuses = [row["status"] for row in rows]
     print(json.dumps({status: statuses.count(status) for status in sorted(set(statuses))}))
     return 0

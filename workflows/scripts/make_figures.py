@@ -142,20 +142,29 @@ def save(figure: plt.Figure, out: Path, name: str, caption: str) -> None:
     plt.close(figure)
 
 
+def set_style() -> None:
+    """Set the look of all figures; text stays text: it can be searched, and an svg is a quarter of the size."""
+    sns.set_theme(style="whitegrid", rc={"svg.hashsalt": "tfm", "svg.fonttype": "none", "font.size": 9})
+
+
+def draw(tables: Path, out: Path, figures: list[str]) -> None:
+    """Draw the figures named from the csv files in `tables`."""
+    out.mkdir(parents=True, exist_ok=True)
+    set_style()
+    captions = json.loads((tables / "captions.json").read_text())
+    for name in figures:
+        # the second line is the table's caption: sizes, counts and conditions
+        caption = f"{CAPTIONS[name]}\n{captions.get(FIGURE_TABLES[name], '')}".strip()
+        save(FIGURES[name](tables), out, name, caption)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", required=True, type=Path, help="folder of the csv files")
     parser.add_argument("--out", required=True, type=Path, help="folder of the figures")
     parser.add_argument("--figures", required=True, nargs="+", choices=list(FIGURES), help="what to draw")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    # text stays text: it can be searched, and an svg is a quarter of the size
-    sns.set_theme(style="whitegrid", rc={"svg.hashsalt": "tfm", "svg.fonttype": "none", "font.size": 9})
-    captions = json.loads((options.tables / "captions.json").read_text())
-    for name in options.figures:
-        # the second line is the table's caption: sizes, counts and conditions
-        caption = f"{CAPTIONS[name]}\n{captions.get(FIGURE_TABLES[name], '')}".strip()
-        save(FIGURES[name](options.tables), options.out, name, caption)
+    draw(options.tables, options.out, options.figures)
     print(json.dumps({"figures": options.figures}))
     return 0
 

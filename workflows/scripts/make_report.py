@@ -10,14 +10,17 @@ from pathlib import Path
 import pandas as pd
 from captions import TITLES
 from make_tables import readable
+from report_arms import by_domain, configurations, viewer
 from report_html import STYLE, anchor, chip, code, facts, folded, number, plain_table, table, with_interval
+from tree_steps import traced_cells, trees_of
 
 from baselines.suite import FIGURE_TABLES, setting_name
 from tfm.manifest import write_atomic
 
 DESCRIPTION = """
-Reads plan.json, manifest.json and, beside them, the tables, figures, compare.csv and summary.json. Writes --out, a page
-that needs no script and no network. Last line of stdout: one JSON object.
+Reads plan.json, manifest.json and, beside them, the tables, figures, compare.csv and summary.json, and the trees of the
+cells that recorded them. Writes --out, a page that needs no network; without a script all but the tree viewer is there.
+Last line of stdout: one JSON object.
 """
 METHODS = {"ar": "autoregressive", "dflash": "DFlash chain", "ddtree": "DDTree", "dartree": "DARTree"}
 METHODS |= {"tfm": "DFlash-TfM"}
@@ -25,6 +28,9 @@ SECTIONS = {
     "headline": "Headline",
     "lossless": "Losslessness",
     "figures": "Figures",
+    "sets": "Chat, maths, code",
+    "trees": "Draft trees",
+    "methods": "How each method ran",
     "paper": "Beside the paper",
     "doubts": "What to doubt",
     "open": "What was not run",
@@ -33,13 +39,16 @@ SECTIONS = {
 }
 
 
-def page(folder: Path, plan: dict, manifest: dict) -> str:
-    """Return the HTML of a suite's report."""
+def page(folder: Path, plan: dict, manifest: dict, trees: list[dict]) -> str:
+    """Return the HTML of a suite's report; `trees` is what tree_steps.trees_of found."""
     config, title = plan["config"], html.escape(plan["config"]["title"])
     parts = {
         "headline": headline(folder, config),
         "lossless": lossless(folder, config),
         "figures": figures(folder, config),
+        "sets": by_domain(folder, config, METHODS),
+        "trees": viewer(trees),
+        "methods": configurations(plan, METHODS),
         "paper": comparison(folder),
         "doubts": doubts(folder, config),
         "open": not_run(config, manifest),
@@ -58,8 +67,9 @@ def page(folder: Path, plan: dict, manifest: dict) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title><style>{STYLE}</style></head><body>",
             f"<header><h1>{title}</h1>{origin(plan, manifest)}</header><nav aria-label='sections'>{links}</nav>",
+            "<main>",
             *sections,
-            "</body></html>",
+            "</main></body></html>",
         ]
     )
 
@@ -294,7 +304,9 @@ def _cells(manifest: dict) -> list[str]:
     return [
         folded(
             f"{code(variant)} at {_temperature(setting)}: {len(rows)} cell{'s' * (len(rows) > 1)}",
-            table(head, rows, numbers=["prompts", "seconds"]),
+            table(
+                head, rows, caption=f"{variant}, {_temperature(setting)}: its cells.", numbers=["prompts", "seconds"]
+            ),
             name=anchor("cells", variant, setting),
         )
         for (variant, setting), rows in groups.items()
@@ -328,7 +340,8 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="report.html")
     options = parser.parse_args()
     plan, manifest = (json.loads(path.read_text()) for path in (options.plan, options.manifest))
-    text = page(options.plan.parent, plan, manifest)
+    trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"])
+    text = page(options.plan.parent, plan, manifest, trees)
     write_atomic(options.out, text.encode())
     print(json.dumps({"report": str(options.out), "bytes": len(text)}))
     return 0

@@ -27,7 +27,7 @@ nav { position: sticky; top: 0; z-index: 2; margin: 0 -1rem; padding: .5rem 1rem
 nav a { margin-right: 1.1rem; text-decoration: none; }
 caption { caption-side: top; text-align: left; padding-bottom: .4rem;
   position: sticky; left: 0; width: min(46rem, calc(100vw - 2rem)); white-space: normal; }
-.scroll { overflow-x: auto; margin: .75rem 0 1.25rem; } .scroll:focus-visible { outline: 2px solid var(--link); }
+.scroll { overflow-x: auto; margin: .75rem 0 1.25rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .32rem .9rem .32rem 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap;
   vertical-align: top; }
@@ -39,6 +39,19 @@ td.long { white-space: normal; min-width: 13rem; }
 .pass, .yes { color: var(--good); } .fail, .no { color: var(--bad); } .open { color: var(--open); }
 figure { margin: 1.75rem 0; } figure img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
 details { margin: .5rem 0; } summary { cursor: pointer; } details > .scroll { margin: .5rem 0 1.5rem; }
+.controls { display: flex; flex-wrap: wrap; gap: .5rem 1.25rem; align-items: center; margin: .5rem 0; }
+.controls select, .controls button { font: inherit; color: var(--ink); background: var(--chip); padding: .15rem .6rem;
+  border: 1px solid var(--line); border-radius: 4px; max-width: 100%; } .controls button:disabled { opacity: .45; }
+.stepper { display: inline-flex; gap: .5rem; align-items: center; } .controls input { accent-color: var(--link); }
+.tree { overflow: auto; max-height: 34rem; border: 1px solid var(--line); border-radius: 4px; padding: .25rem; }
+:is(a, button, select, input, summary, .tree, .scroll):focus-visible { outline: 2px solid var(--link);
+  outline-offset: 1px; }
+.tree svg { display: block; font: 12px system-ui, sans-serif; } .tree .edge { fill: none; stroke: var(--line); }
+.tree .edge.on { stroke: var(--good); stroke-width: 3; } .tree .node { fill: var(--soft); cursor: pointer; }
+.tree .node.on { fill: var(--good); font-weight: 600; } 
+.tree .node text { fill: var(--ink); stroke: var(--page); stroke-width: 4px; paint-order: stroke; }
+.tree .node.picked text { text-decoration: underline; } .tree .node.picked :is(circle, path) { stroke: var(--ink);
+  stroke-width: 2; }
 code { font-size: .85em; overflow-wrap: anywhere; } dl { display: grid; grid-template-columns: max-content 1fr;
   gap: .2rem 1rem; font-size: .9rem; } dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
@@ -55,7 +68,8 @@ code { font-size: .85em; overflow-wrap: anywhere; } dl { display: grid; grid-tem
   table.cards td[data-name="pair"]::before, table.cards td[data-name="item of the paper"]::before,
   table.cards td[data-name="number"]::before, table.cards td[data-name="remarks"]::before { content: none; }
   table.cards td:empty:empty, table.cards td[data-name="variant"] { display: none; } }
-@media print { nav { display: none; } details > *:not(summary) { display: block; } body { max-width: none; }
+@media print { nav, .controls { display: none; } .tree { max-height: none; overflow: hidden; }
+  details > *:not(summary) { display: block; } body { max-width: none; }
   figure, tr { break-inside: avoid; } a { color: inherit; text-decoration: none; } }
 """
 

@@ -3,6 +3,7 @@
 import math
 from datetime import datetime
 
+import controls
 import pandas as pd
 import sanity
 import tables
@@ -25,6 +26,7 @@ def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
         **_audit(frames["audit"]),
         **_ceiling(frames["ceiling_claims"]),
         **_kernels(data, frames["kernels"]),
+        **_controls(frames["controls"]),
         **_definitions(data),
         "suite_seconds": _entry(seconds, "value", "s in which at least one cell ran"),
         "cells": _entry({"value": count, "n": count}, "value", "cells"),
@@ -74,7 +76,8 @@ def _sets(frame: pd.DataFrame) -> dict:
     for setting, rows in frame.groupby("setting"):
         filled += int(rows["tau"].notna().all()) if "tau" in rows else 0
         speed = rows.dropna(subset=["tok_s"]) if "tok_s" in rows else rows.head(0)
-        methods = speed["variant"].str.partition("-")[0]
+        # split, not partition: of no rows (a suite that is not timed) partition makes no column
+        methods = speed["variant"].str.split("-").str[0]
         best = methods.loc[speed.groupby("dataset")["tok_s"].idxmax()] if len(speed) else methods
         row = {"value": int((best == "tfm").sum()), "n": len(best)}
         entries[f"tfm_fastest_sets_{_suffix(setting)}"] = _entry(row, "value", "prompt sets")
@@ -135,6 +138,17 @@ def _kernels(data: tables.Suite, frame: pd.DataFrame) -> dict:
         worst = {"value": rows["error"].max(), "n": len(rows)}
         entries[f"kernel_error_{op}_{dtype}"] = _entry(worst, "value", "relative to the largest value")
     return entries
+
+
+def _controls(frame: pd.DataFrame) -> dict:
+    """Return the controls that were measured; a suite without the null control has no entry of it."""
+    names = {controls.RATE: ("null_tok_s_ar", "x"), controls.CLOCKS: ("clock_drift", "x")}
+    rows = frame.dropna(subset=["value"]).to_dict("records")
+    return {
+        names[row["control"]][0]: _entry(row, "value", names[row["control"]][1])
+        for row in rows
+        if row["control"] in names
+    }
 
 
 def _definitions(data: tables.Suite) -> dict:

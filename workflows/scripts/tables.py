@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import arms
+import controls
 import pandas as pd
 import probe_tables
 import sanity
@@ -203,6 +205,8 @@ TABLES = {
     "ceiling": probe_tables.ceiling,
     "ceiling_claims": probe_tables.ceiling_claims,
     "kernels": probe_tables.kernels,
+    "controls": controls.controls,
+    "arms": arms.arms,
 }
 
 

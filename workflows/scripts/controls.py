@@ -1,0 +1,90 @@
+"""Controls of the timing: ar against itself, whose ratio has to hold 1.00, and drift over a cell and of the clock."""
+
+import numpy as np
+import pandas as pd
+
+from baselines import suite
+from tfm import metrics
+from tfm.metrics import Estimate
+
+NULL_VARIANT = f"ar-{suite.AGAIN}"
+HOLDS = 0.005  # an interval that comes this close to 1 holds 1.00
+DRIFT = 0.05  # by how much a step of the second half of a cell's requests may cost more or less than one of the first
+RATE, SAME, STEPS = (
+    "ar again over ar, tokens a second",
+    "ar again, outputs equal to ar's",
+    "step time, second over first half",
+)
+CLOCKS = "clock after over before"
+
+
+def controls(data) -> pd.DataFrame:
+    """Return one row a control: its value with interval and n, what it has to be, and whether it held."""
+    return pd.DataFrame([_rate(data), _same(data), _drift(data), _clocks(data)])
+
+
+def _rate(data) -> dict:
+    row = {"control": RATE, "wanted": "an interval that holds 1.00"}
+    again, first = (data.arm(name, **data.side("null")) for name in (NULL_VARIANT, "ar"))
+    found = metrics.ratio(again, first, "tok_s")
+    if not found.n or np.isnan(found.value):
+        return row | _missing("needs null_control and timed cells in the config")
+    holds = found.low <= 1 + HOLDS and found.high >= 1 - HOLDS
+    return row | _fields(found) | {"held": _answer(holds), "reason": "" if holds else "the machine was not steady"}
+
+
+def _same(data) -> dict:
+    row = {"control": SAME, "wanted": "all of them"}
+    equal, compared = metrics.identical_outputs(
+        data.arm(NULL_VARIANT, **data.side("null")), data.arm("ar", **data.side("null"))
+    )
+    if not compared:
+        return row | _missing("needs null_control in the config")
+    return row | {"value": equal, "n": compared, "held": _answer(equal == compared), "reason": ""}
+
+
+def _drift(data) -> dict:
+    """Compare a step's time in the second half of ar's requests with the first half, the worst cell."""
+    row = {"control": STEPS, "wanted": f"within {DRIFT:.0%} of 1"}
+    timed = data.requests[(data.requests["clock"] == "wall") & (data.requests["method"] == "ar")]
+    timed = timed[timed["steps"] > 0].assign(step_us=lambda rows: rows["decode_us"] / rows["steps"])
+    found = [drift_of(rows["step_us"].to_numpy()) for _, rows in timed.groupby("cell") if len(rows) >= 4]
+    if not found:
+        return row | _missing("needs timed cells of ar with four requests or more")
+    worst = max(found, key=lambda one: abs(one.value - 1))
+    held = worst.low <= 1 + DRIFT and worst.high >= 1 - DRIFT
+    return row | _fields(worst) | {"held": _answer(held), "reason": "" if held else "the clock or the load drifted"}
+
+
+def drift_of(step_us: np.ndarray) -> Estimate:
+    """Return mean of the second half over mean of the first, in the order of decoding, with a bootstrap interval."""
+    half = len(step_us) // 2
+    first, second = step_us[:half], step_us[-half:]
+    picks = np.random.default_rng(metrics.BOOTSTRAP_SEED).integers(half, size=(2, metrics.RESAMPLES, half))
+    drawn = second[picks[1]].mean(1) / first[picks[0]].mean(1)
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Estimate(float(second.mean() / first.mean()), float(low), float(high), len(step_us))
+
+
+def _clocks(data) -> dict:
+    """Compare the card's clock before and after each timed cell, where the cells recorded it."""
+    row = {"control": CLOCKS, "wanted": f"within {DRIFT:.0%} of 1"}
+    clocks = [cell["device"].get("clocks") for cell in data.records.cells]
+    ratios = [pair["after"] / pair["before"] for pair in clocks if pair and pair.get("before") and pair.get("after")]
+    if not ratios:
+        return row | _missing("the cells' device records no clock")
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    held = abs(worst - 1) <= DRIFT
+    return row | {"value": worst, "n": len(ratios), "held": _answer(held), "reason": "" if held else "the clock moved"}
+
+
+def _fields(found: Estimate) -> dict:
+    return {"value": found.value, "value_low": found.low, "value_high": found.high, "n": found.n}
+
+
+def _missing(reason: str) -> dict:
+    return {"value": None, "n": None, "held": "", "reason": reason}
+
+
+def _answer(is_held: bool) -> str:
+    return "yes" if is_held else "no"

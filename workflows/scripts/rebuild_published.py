@@ -1,0 +1,121 @@
+"""Make every table and figure of every published run again from its committed records, and compare the csv files."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import kernel_figure
+import yaml
+from compare_paper import compare, devices_of, write_comparison
+from inventory import write_inventory
+from kernel_runs import is_kernel_run, kernel_table, load_kernel_run
+from make_figures import draw, save, set_style
+from make_paper import write_paper
+from make_report import page
+from make_tables import read_plan, write_tables
+from probe_records import load_probes
+from publish import load_published
+from tree_steps import packed, traced_cells, trees_of
+
+from tfm.manifest import write_atomic, write_json
+
+DESCRIPTION = """
+Reads the folders of --published: plan.json with the records, checked by their SHA-256, or a kernel run's samples.json.
+Writes to --out a folder for each with its tables (csv, md, tex), figures (pdf, svg, png), compare.csv, summary.json
+and report.html, and the inventory over all of them, then compares every csv file byte by byte with the published one.
+Needs no GPU and no weights. Last line of stdout: one JSON object. Exit 1 when a published csv file is not what its
+records give, naming it and where it differs; 2 on bad input.
+"""
+
+
+def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = True) -> None:
+    """Write one suite's tables, comparison, paper-shaped tables and figures again."""
+    plan = read_plan(folder / "plan.json")
+    records = load_published(folder)
+    write_tables(plan, records, out, probes=load_probes(folder))
+    summary = json.loads((out / "summary.json").read_text())
+    rows = compare(expected, summary, plan["config"]["suite"], devices=devices_of(out / "tables/headline.csv"))
+    write_comparison(rows, out / "compare.csv")
+    write_paper(out / "tables", plan["config"], out / "paper")
+    if figures:
+        draw(out / "tables", out / "figures", plan["config"]["figures"])
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"], read=packed(records))
+        write_atomic(out / "report.html", page(out, plan, manifest, trees).encode())
+
+
+def rebuild_kernels(folder: Path, out: Path, *, figures: bool = True) -> None:
+    """Write the table and the figure of one kernel run again."""
+    out.mkdir(parents=True, exist_ok=True)
+    table, bandwidth = kernel_table(load_kernel_run(folder)), kernel_figure.bandwidth_of(folder)
+    if figures:
+        set_style()
+        words = {"card": table["card"].iloc[0], "n": table["n"].iloc[0], "bandwidth": bandwidth}
+        save(kernel_figure.draw(table, bandwidth), out, "kernels", kernel_figure.CAPTION.format(**words))
+    write_atomic(out / "kernels.csv", table.to_csv(index=False, lineterminator="\n").encode())
+
+
+def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True) -> dict[str, float]:
+    """Make everything again; return the seconds that each published folder took."""
+    seconds = {}
+    for folder in sorted(published.iterdir()):
+        started = time.monotonic()
+        if (folder / "plan.json").is_file():
+            rebuild_suite(folder, expected, out / folder.name, figures=figures)
+        elif is_kernel_run(folder):
+            rebuild_kernels(folder, out / folder.name, figures=figures)
+        else:
+            continue
+        seconds[folder.name] = round(time.monotonic() - started, 1)
+    write_inventory(expected, published, out)
+    return seconds
+
+
+def differences(published: Path, out: Path) -> dict[str, str]:
+    """Return published csv file -> where the one made again differs; a file that is not made again differs too."""
+    found = {}
+    for path in sorted(published.rglob("*.csv")):
+        name = path.relative_to(published).as_posix()
+        again = out / name
+        if not again.is_file():
+            found[name] = "no table of today's code has this name"
+        elif path.read_bytes() != again.read_bytes():
+            found[name] = first_difference(path.read_text().splitlines(), again.read_text().splitlines())
+    return found
+
+
+def first_difference(old: list[str], new: list[str]) -> str:
+    """Return line and content of the first line that differs."""
+    for number, (one, other) in enumerate(zip(old, new, strict=False), start=1):
+        if one != other:
+            return f"line {number}: published {one[:160]!r}, made again {other[:160]!r}"
+    return f"published {len(old)} lines, made again {len(new)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--published", required=True, type=Path, help="results/published")
+    parser.add_argument("--expected", required=True, type=Path, help="workflows/config/expected.yaml")
+    parser.add_argument("--out", required=True, type=Path, help="folder for what is made again")
+    parser.add_argument("--report", type=Path, help="JSON file for what differs (default: rebuilt.json in --out)")
+    options = parser.parse_args()
+    try:
+        expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
+        seconds = rebuild(options.published, expected, options.out)
+    except ValueError as error:
+        print(f"rebuild_published: {error}", file=sys.stderr)
+        return 2
+    wrong = differences(options.published, options.out)
+    compared = len(list(options.published.rglob("*.csv")))
+    report = {"seconds": seconds, "compared": compared, "different": wrong}
+    for name, where in wrong.items():
+        print(f"rebuild_published: {options.published / name} is not what its records give: {where}", file=sys.stderr)
+    write_json(options.report or options.out / "rebuilt.json", report)
+    print(json.dumps({"seconds": seconds, "compared": compared, "different": len(wrong)}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
