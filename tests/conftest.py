@@ -23,6 +23,7 @@ if importlib.util.find_spec("snakemake") is None:
         "test_cli_doctor.py",
         "test_estimate.py",
         "test_faults.py",
+        "test_graft_suite.py",
         "test_paper_suite.py",
         "test_staleness.py",
         "test_suite.py",

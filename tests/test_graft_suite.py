@@ -131,8 +131,10 @@ def test_the_check_on_a_device_passes_a_graft_and_finds_padding_that_is_not_mask
     config = {**GRAFT, "weights": str(ROOT / "tfm/weights/nano"), "graft": {"seed": 0, **MIDDLE}, "context": 200}
     config |= {"methods": ["ar", "tfm"], "budget": 5, "width": 2, "budgets": [], "widths": [], "candidates": 32}
     config |= {"tables": ["headline", "per_set"], "figures": ["tau"], "torch_threads": 1}
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
-    words = ["check_graft.py", "--config", str(tmp_path / "small.yaml"), "--device", "cpu", "--shallow-layers", "4"]
+    config = suite.resolve(config)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"config": config, "cells": suite.expand(config)}))
+    words = ["check_graft.py", "--plan", str(plan), "--device", "cpu", "--shallow-layers", "4"]
     words += ["--prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path / "check.json")]
     monkeypatch.setattr(sys, "argv", words)
     assert check_graft.main() == 0

@@ -9,25 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
+from decode_cell import check_weights
 
-from baselines import suite
+from baselines.inputs import pins
 from baselines.loading import load_models
 from baselines.methods import resolve
 from tfm import device, graft_shape
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, Step, decode
-from tfm.manifest import sha256_weights, write_json
+from tfm.manifest import write_json
 from tfm.prompt_sources import load_prompt_set
 from tfm.prompts import Preparation, prepare
 from tfm.sampling import gumbel
 from tfm.tokenizer import load_tokenizer
 
 DESCRIPTION = """
-Reads a suite's config with a graft and the source's weights. In float32, at a part of the shape's layers, and in
-bfloat16 at all of them, it builds the graft and decodes the suite's first prompts with every method, with source and
-graft side by side. Writes sizes, seconds, peak memory and every difference to --out. Exit 1 when float32 outputs
-differ, when an output parts from ar's of the same models elsewhere than at a near tie, or when padding is emitted.
+Reads the plan of a suite with a graft (snakemake makes it: results/<suite>/plan.json) and the source's weights. In
+float32, at a part of the shape's layers, and in bfloat16 at all of them, it builds the graft and decodes the suite's
+first prompts with every method, with source and graft side by side. Writes sizes, seconds, peak memory and every
+difference to --out. Exit 1 when float32 outputs differ, when an output parts from ar's of the same models elsewhere
+than at a near tie, or when padding is emitted. Needs what run_cells.py needs, and PyYAML.
 """
 # of scores: two ways to one in bfloat16, each ending in a rounding; the sum of many float32 roundings
 NEAR_TIE_ULPS, NEAR_TIE_FLOAT32 = 2, 1e-4
@@ -36,24 +37,25 @@ ALLOWED_FLOAT32 = 1e-3  # logits of size 10 behind the shape's layers, sums of t
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, type=Path, help="a suite's config file with a graft")
-    parser.add_argument("--weights", help="folder of the source's parts, in place of the config's")
+    parser.add_argument("--plan", required=True, type=Path, help="plan.json of a suite with a graft")
     parser.add_argument("--device", required=True, choices=("cpu", "cuda"))
     parser.add_argument("--shallow-layers", type=int, default=16, help="layers of the float32 graft (default: 16)")
     parser.add_argument("--prompts", type=int, default=4, help="prompts that are decoded (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="new tokens a prompt (default: 32)")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     options = parser.parse_args()
-    raw = yaml.safe_load(options.config.read_text())
-    config = suite.resolve({**raw, **({"weights": options.weights} if options.weights else {})})
+    plan = json.loads(options.plan.read_text())
+    config, cells = plan["config"], first_cells(plan)
+    for cell in cells:
+        check_weights(cell)
     device.make_deterministic(threads=config["torch_threads"])
     with device.claim(device.check_device(options.device)) as where:
         report = {"suite": config["suite"], "device": device.facts(where), "graft": config["graft"]}
-        report["weights_sha256"] = {part: sha256_weights(Path(folder)) for part, folder in folders(config).items()}
+        report["weights_sha256"] = {part: digest for cell in cells for part, digest in cell["weights_sha256"].items()}
         prompts = read_prompts(config, options)
         shallow = shallower(config, options.shallow_layers)
         for name, shape in (("float32", shallow), ("bfloat16", config["graft"])):
-            report[name] = compare(config, shape, prompts, options, dtype=getattr(torch, name), where=where)
+            report[name] = compare(cells, shape, prompts, options, dtype=getattr(torch, name), where=where)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, report)
     wrong = [f"{name}: {text}" for name in ("float32", "bfloat16") for text in report[name]["wrong"]]
@@ -62,7 +64,19 @@ def main() -> int:
     return 1 if wrong else 0
 
 
+def first_cells(plan: dict) -> list[dict]:
+    """Return one headline cell a method and temperature, ar's first; raises ValueError for a plan without a graft."""
+    if not plan["config"].get("graft"):
+        raise ValueError(f"--plan: suite {plan['config']['suite']} has no graft; give the plan of one that has")
+    cells = {}
+    for cell in plan["cells"]:
+        if cell["part"] == "headline":
+            cells.setdefault((cell["setting"], cell["variant"]), cell)
+    return sorted(cells.values(), key=lambda cell: cell["decode"]["method"] != "ar")
+
+
 def folders(config: dict) -> dict[str, str]:
+    """Return the folders of all three parts."""
     return {part: f"{config['weights']}/{part}" for part in graft_shape.PARTS}
 
 
@@ -71,7 +85,7 @@ def read_prompts(config: dict, options) -> list[Prompt]:
     tokenizer, found = load_tokenizer(f"{config['weights']}/target"), []
     preparation = Preparation(max_new_tokens=options.max_new_tokens, context=config["context"])
     for name in config["datasets"]:
-        rows = load_prompt_set(suite.pins(), source=config["source"], name=name).rows
+        rows = load_prompt_set(pins(), source=config["source"], name=name).rows
         found.append([Prompt(row.id, row.index, row.tokens) for row in prepare(rows, tokenizer, preparation)[0]])
     return [row for rows in zip(*found, strict=False) for row in rows][: options.prompts]
 
@@ -93,35 +107,33 @@ def shallower(config: dict, layers: int) -> dict:
     return {**shape, "target": target, "drafter": {**shape["drafter"], "target_layer_ids": taps}}
 
 
-def compare(config: dict, shape: dict, prompts: list[Prompt], options, *, dtype: torch.dtype, where) -> dict:
+def compare(cells: list[dict], shape: dict, prompts: list[Prompt], options, *, dtype: torch.dtype, where) -> dict:
     """Return what the graft of one dtype costs and where it differs from its source of that dtype."""
     start, before = time.perf_counter(), allocated(where)
-    wide = load_models(folders(config), device=where, dtype=dtype, graft=shape)
+    weights = {part: folder for cell in cells for part, folder in cell["weights"].items()}
+    wide = load_models(weights, device=where, dtype=dtype, graft=shape)
     built = {"layers": len(wide.target.layers), "peak_gib": peak_gib(where, before)}
     built["seconds"] = round(time.perf_counter() - start, 2)
     built["weights_gib"] = round(sum(map(size_of, (wide.target, wide.drafter, wide.weaver))) / 2**30, 2)
-    source = load_models(folders(config), device=where, dtype=dtype)
-    runs, wrong = {}, []
-    for setting in ("t0", "t1"):
-        expected = None
-        for variant in (variant.name(config) for variant in suite.headline(config)):
-            settings = decode_config(config, variant, setting, options, dtype)
-            ours, theirs = (Run.of(models, settings, prompts) for models in (wide, source))
-            expected = expected or ours.outputs
-            found = {
-                "same_as_source": sum(ours.outputs[name] == theirs.outputs[name] for name in theirs.outputs),
-                "steps": [len(ours.steps), len(theirs.steps)],
-                "logits": logit_differences(ours.steps, theirs.steps, source.target.config.vocab_size),
-                "parts_from_ar": [d for p in prompts if (d := difference(wide, p, expected, ours.outputs, settings))],
-            }
-            runs[f"{variant} {setting}"] = found
-            wrong += [f"{variant} {setting}: {text}" for text in verdicts(found, ours, source, dtype)]
+    source = load_models(weights, device=where, dtype=dtype)
+    runs, wrong, expected = {}, [], {}
+    for cell in cells:
+        settings, name = decode_config(cell, options, dtype), f"{cell['variant']} {cell['setting']}"
+        ours, theirs = (Run.of(models, settings, prompts) for models in (wide, source))
+        ar = expected.setdefault(cell["setting"], ours.outputs)  # ar's cells come first
+        found = {
+            "same_as_source": sum(ours.outputs[key] == theirs.outputs[key] for key in theirs.outputs),
+            "steps": [len(ours.steps), len(theirs.steps)],
+            "logits": logit_differences(ours.steps, theirs.steps, source.target.config.vocab_size),
+            "parts_from_ar": [found for p in prompts if (found := difference(wide, p, ar, ours.outputs, settings))],
+        }
+        runs[name] = found
+        wrong += [f"{name}: {text}" for text in verdicts(found, ours, source, dtype)]
     return {"built": built, "runs": runs, "wrong": wrong, "peak_gib": peak_gib(where, before)}
 
 
-def decode_config(config: dict, variant: str, setting: str, options, dtype: torch.dtype) -> DecodeConfig:
-    """Return the settings of a headline variant; in float32, and on a CPU, trees are verified in plain PyTorch."""
-    cell = suite.resolve_cell(config, dataset=config["datasets"][0], variant=variant, setting=setting, seed=0)
+def decode_config(cell: dict, options, dtype: torch.dtype) -> DecodeConfig:
+    """Return a cell's settings for this check; in float32, and on a CPU, trees are verified in plain PyTorch."""
     changed = {"max_new_tokens": options.max_new_tokens, "requests": 1, "stop": (), "eos_tokens": ()}
     if dtype == torch.float32 or options.device == "cpu":
         changed["gdn_backend"] = "solve"
