@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baselines.methods import METHODS
-from tfm.manifest import cell_digest, is_sealed, loader_digest, sha256_file, source_digest
+from baselines.engine_names import source_of
+from tfm.manifest import cell_digest, is_sealed, loader_digest, sha256_file
 from tfm.side_file import count_records
 
 STATES = ("done", "stale", "incomplete", "running", "failed", "damaged", "missing")
@@ -101,9 +101,9 @@ class Inspector:
         return reasons or ["config"]
 
     def _source(self, cell: dict) -> str:
-        key = METHODS[cell["decode"]["method"]].factory, cell["decode"]["gdn_backend"]
+        key = cell["engine"], cell.get("forms"), cell["decode"]["method"], cell["decode"]["gdn_backend"]
         if key not in self._sources:
-            self._sources[key] = source_digest(key[0], gdn_backend=key[1])
+            self._sources[key] = source_of(cell)
         return self._sources[key]
 
     def _prompt_file(self, cell: dict) -> tuple[str, int] | None:

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import asdict, replace
 
+from baselines.engine_names import check_engine
 from baselines.inputs import PINS_FILE, draft_rows, missing_weights, pins, weight_digests
 from baselines.methods import METHODS, SWEEPS, check
 from baselines.names import (
@@ -80,6 +81,9 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
     special = {} if config["swa_causal"] is None or "drafter" not in parts else {"swa_causal": config["swa_causal"]}
     if config["graft"] is not None:
         special["graft"] = {key: config["graft"][key] for key in ("seed", *parts)}
+    check_engine(config["engine"], config.get("forms"), decode)
+    if config.get("forms") is not None:
+        special["forms"] = config["forms"]
     return {
         "suite": config["suite"],
         "engine": config["engine"],

@@ -3,8 +3,6 @@
 import importlib.util
 from dataclasses import dataclass, fields
 
-import torch
-
 TORCH, TRITON = "torch", "triton"
 CHOICES = (TORCH, TRITON)
 
@@ -26,7 +24,7 @@ class Forms:
         """Return the forms for a GPU."""
         return Forms(graphs=True, ahead=True, **{name: TRITON for name in _names()})
 
-    def check(self, device: torch.device | str) -> "Forms":
+    def check(self, device) -> "Forms":
         """Return self, or raise ValueError naming the form that `device` or this environment cannot run."""
         chosen = [name for name in _names() if getattr(self, name) != TORCH]
         for name in chosen:
@@ -35,7 +33,7 @@ class Forms:
                 raise ValueError(
                     f"{name}: {getattr(self, name)!r} is not allowed (allowed: {allowed}); choose one of them"
                 )
-        if self.graphs and torch.device(device).type != "cuda":
+        if self.graphs and str(device).partition(":")[0] != "cuda":
             raise ValueError(
                 f"graphs: True is not allowed on {device} (allowed: False); CUDA graphs need a CUDA device"
             )

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from progress import Progress, suite_from
 
+from baselines import engine_names, engines
 from baselines.loading import load_models
-from baselines.methods import METHODS, check, resolve
+from baselines.methods import check
 from tfm import device, manifest
 from tfm.cells import CellWriter, rerun_command
-from tfm.clock import Clock
 from tfm.config import DecodeConfig
-from tfm.decode import Prompt, decode
+from tfm.decode import Prompt
 from tfm.prompts import read_prepared
 from tfm.tokenizer import check_folder_tokenizers, end_tokens, load_tokenizer
 
@@ -69,11 +69,6 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
         return writer.finish([row.id for row in rows], facts)
 
 
-@functools.cache
-def _source_digest(module: str, gdn_backend: str) -> str:
-    return manifest.source_digest(module, gdn_backend=gdn_backend)
-
-
 def digest_of(cell: dict, prompts: Path) -> str:
     """Return the cell_digest that a run of the cell with these prompts has now."""
     source, prompts_sha256 = source_of(cell), manifest.sha256_file(prompts)
@@ -81,8 +76,16 @@ def digest_of(cell: dict, prompts: Path) -> str:
 
 
 def source_of(cell: dict) -> str:
-    """Return the source digest of the cell's method and backend."""
-    return _source_digest(METHODS[cell["decode"]["method"]].factory, cell["decode"]["gdn_backend"])
+    """Return the source digest of the cell's engine, method and backend."""
+    decode = cell["decode"]
+    return _source_digest(cell["engine"], cell.get("forms"), decode["method"], decode["gdn_backend"])
+
+
+@functools.cache
+def _source_digest(engine: str, forms: str | None, method: str, gdn_backend: str) -> str:
+    return engine_names.source_of(
+        {"engine": engine, "forms": forms, "decode": {"method": method, "gdn_backend": gdn_backend}}
+    )
 
 
 def without_place(cell: dict) -> dict:
@@ -127,13 +130,12 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
     # absent where the drafter's config decides, and where the models are those of the folders
     options = {key: cell.get(key) for key in ("swa_causal", "graft")}
     models = load_models(cell["weights"], device=where, dtype=getattr(torch, cell["dtype"]), **options)
-    proposer = resolve(config.method)(config, models)
-    clock = Clock(cell["clock"], where)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    run = engines.make_loop(cell, models, config, where, longest=longest)
     if cell["clock"] != "off":
         # no measured prompt: the first one's tokens in reverse
         warm_up = Prompt("warm-up", 0, prompts[0].tokens[::-1])
-        short = dataclasses.replace(config, max_new_tokens=WARM_UP_TOKENS)
-        decode([warm_up], models, short, proposer=proposer, clock=clock, on_finish=lambda _: None)
+        run([warm_up], max_new_tokens=WARM_UP_TOKENS, on_finish=lambda _: None)
 
     def on_finish(trace) -> None:
         writer.add(trace)
@@ -142,12 +144,8 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
         logger.info("%s: %d tokens in %d steps, %s", trace.id, tokens, steps, trace.finish_reason)
 
     wall, cpu = time.perf_counter(), time.process_time()
-    decode(
+    run(
         prompts,
-        models,
-        config,
-        proposer=proposer,
-        clock=clock,
         on_finish=on_finish,
         on_token=progress.token,
         detokenise=tokenizer.decode,
