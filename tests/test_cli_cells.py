@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from workflow_runs import NANO, ROOT
 
-from baselines import cell_states, cli, suite
+from baselines import cell_states, cli, engine_names, suite
 from baselines.cell_states import Inspector
 from baselines.commands.cells import KINDS, cells_of, row_of
 from baselines.methods import METHODS
@@ -39,7 +39,7 @@ cached_digest = functools.cache(source_digest)
 
 @pytest.fixture(autouse=True)
 def code_is_read_once(monkeypatch):
-    monkeypatch.setattr(cell_states, "source_digest", cached_digest)
+    monkeypatch.setattr(engine_names, "source_digest", cached_digest)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_changed_code_weights_and_prompts_are_told_apart(results, cells, monkeyp
     with open(results / "nano/prompts/nano/sample-math.jsonl", "a") as file:
         file.write('{"id": "c"}\n')
     assert inspect(results, cell) == ("stale", "prompts", 2, 3)
-    monkeypatch.setattr(cell_states, "source_digest", lambda factory, **_: "1" * 64)
+    monkeypatch.setattr(engine_names, "source_digest", lambda factory, **_: "1" * 64)
     assert inspect(results, cell)[:2] == ("stale", "code, prompts")
 
 
