@@ -42,8 +42,8 @@ from tfm.tree import DraftTree  # noqa: E402
 DESCRIPTION = """
 Draws inputs for each parser with hypothesis: files with bytes changed, cut, repeated and moved, JSON with values
 replaced, invented names and trees. A parser may read an input or raise a plain ValueError (or BlockingIOError) of ours;
-anything else, also a subclass that a library raised, is a crash. Adds counts to --trials. Last line of stdout: one JSON
-object. Exit 1 when an input crashed a parser; --crashes holds them.
+anything else, also a subclass that a library raised, is a crash. Adds counts to --trials as each parser is done. Last
+line of stdout: one JSON object. Exit 1 when an input crashed a parser; --crashes holds them.
 """
 INTERESTING = [
     b"",
@@ -276,7 +276,7 @@ def value_parsers() -> dict[str, tuple]:
             suite.parse_setting,
         ),
         "KEY=VALUE": (st.text(max_size=20) | st.text(max_size=8).map(lambda text: f"k=[{text}"), None, parse_value),
-        "--where": (
+        "where": (
             st.lists(WORDS | st.text(max_size=6), max_size=9).map("".join),
             None,
             lambda text: Condition(text, KINDS),
@@ -332,9 +332,12 @@ def fuzz(parser: tuple, *, inputs: int, seed: int) -> tuple[Counter, list[str]]:
 HEALTH = list(HealthCheck)
 
 
-def fuzz_all(chosen: dict[str, tuple], *, inputs: int, seed: int) -> dict[str, tuple[Counter, list[str]]]:
-    """Feed each parser until it has had about `inputs` inputs; hypothesis stops a run when it repeats itself."""
-    results = {}
+def fuzz_all(chosen: dict[str, tuple], *, inputs: int, seed: int, trials: Trials) -> tuple[Counter, list[str]]:
+    """Feed each parser until it has had about `inputs` inputs; hypothesis stops a run when it repeats itself.
+
+    Counts are noted as each parser is done.
+    """
+    total, all_crashes = Counter(), []
     for name, parser in chosen.items():
         counts, crashes, start = Counter(), [], time.monotonic()
         for number in range(1000):
@@ -345,8 +348,11 @@ def fuzz_all(chosen: dict[str, tuple], *, inputs: int, seed: int) -> dict[str, t
             counts += more
             crashes += found
         print(f"{name}: {dict(counts)}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-        results[name] = counts, crashes
-    return results
+        values = {"fuzz_inputs": counts["inputs"], "fuzz_crashes": counts["crashed"]}
+        trials.count("fuzz", f"{name}, seed {seed}: {counts['read']} read", **values)
+        total += counts
+        all_crashes += [f"{name}: {crash}" for crash in crashes]
+    return total, all_crashes
 
 
 def main() -> int:
@@ -361,15 +367,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         chosen = {name: one for name, one in parsers(work).items() if not options.only or name in options.only}
-        results = fuzz_all(chosen, inputs=options.inputs, seed=options.seed)
         trials = Trials(options.trials or work / "trials.jsonl")
-        for name, (counts, _) in results.items():
-            values = {"fuzz_inputs": counts["inputs"], "fuzz_crashes": counts["crashed"]}
-            trials.count("fuzz", f"{name}, seed {options.seed}: {counts['read']} read", **values)
-    crashes = [f"{name}: {crash}" for name, (_, found) in results.items() for crash in found]
+        total, crashes = fuzz_all(chosen, inputs=options.inputs, seed=options.seed, trials=trials)
     if options.crashes:
         options.crashes.write_text("\n".join(crashes) + "\n")
-    total = sum((counts for counts, _ in results.values()), Counter())
     print(json.dumps({"inputs": total["inputs"], "crashes": total["crashed"]}))
     return int(total["crashed"] > 0)
 

@@ -30,6 +30,7 @@ temporary folder, runs a slice of suite nano with --workflow-profile workflows/p
 went through Slurm and that all columns but times equal a run without it. Writes --log without host, user or absolute
 path. Last line of stdout: one JSON object.
 """
+HOME = Path("/etc/slurm/slurm.conf")  # where Slurm looks without SLURM_CONF, which the plugin hides from jobs
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue")
 CONF = """
 ClusterName=one
@@ -69,6 +70,8 @@ def why_not() -> str:
     missing = [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
     if missing:
         return f"{', '.join(missing)} not found; apt-get install slurmctld slurmd slurm-client munge"
+    if HOME.exists() or not os.access(HOME.parent, os.W_OK):
+        return f"{HOME} must not be there yet and its folder must be writable: jobs forget SLURM_CONF; use a container"
     if importlib.util.find_spec("snakemake_executor_plugin_slurm") is None:
         return "pip install 'snakemake-executor-plugin-slurm>=2.8,<3'"
     return ""
@@ -90,7 +93,8 @@ def one_node(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "slurm.conf").write_text(CONF.format(**values))
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
-    environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": search_path()}
+    HOME.symlink_to(folder / "slurm.conf")
+    environment = {**os.environ, "PATH": search_path()}
     munge = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key"]
     munge += [f"--pid-file={folder}/munge.pid", f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"]
     daemons = []
@@ -102,6 +106,7 @@ def one_node(folder: Path) -> Iterator[dict[str, str]]:
         wait_until_idle(environment, folder)
         yield environment
     finally:
+        HOME.unlink()
         for daemon in reversed(daemons):
             daemon.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -130,6 +135,8 @@ def run_in_slurm(work: Path) -> tuple[Run, str, int, int]:
     """Run the slice; return the run, what Snakemake printed, its exit status and how many jobs Slurm ran."""
     arguments = (TARGET, "--workflow-profile", "workflows/profiles/slurm", "--jobs", "2")
     arguments += ("--default-resources", "slurm_account=none", "slurm_partition=main", "runtime=30", "mem_mb=2000")
+    # without a database of finished jobs, sacct knows none
+    arguments += ("--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "5")
     arguments += ("--config", *SLICE)
     run = Run(checkout(work / "slurm", ROOT / "tfm/weights/nano"), arguments)
     place = work / "node"

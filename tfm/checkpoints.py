@@ -357,6 +357,11 @@ def _parse(read: Callable[[dict], object], raw: dict, where: Path):
         return read(raw)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    except (TypeError, AttributeError, OverflowError, KeyError) as error:
+        raise ValueError(
+            f"{where}: a value is of another type than its key takes ({type(error).__name__}: {error}); download it "
+            "again"
+        ) from error
 
 
 def _read_config(directory: Path) -> dict:
