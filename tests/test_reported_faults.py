@@ -147,3 +147,9 @@ def test_cluster_profiles_wait_for_late_files(name):
     profile = yaml.safe_load((ROOT / f"workflows/profiles/{name}/config.yaml").read_text())
     assert profile["executor"] == name and profile["latency-wait"] >= 60
     assert "--latency-wait" in (ROOT / "README.md").read_text()
+
+
+def test_no_rule_needs_the_number_of_cores():
+    """A cluster has none: a rule that asks for workflow.cores stops every call with a cluster's profile."""
+    for path in sorted((ROOT / "workflows/rules").glob("*.smk")):
+        assert "threads: workflow.cores" not in path.read_text(), f"{path.name}: take all_cores"

@@ -153,7 +153,7 @@ rule bench_graphs:
         summary="<results>/bench/summary.json",
     log:
         "<results>/logs/bench_graphs.log",
-    threads: workflow.cores
+    threads: all_cores
     resources:
         gpu=1,
     params:
