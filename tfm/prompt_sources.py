@@ -140,6 +140,8 @@ def _file_row(line: str, where: str, *, index: int, name: str, entry: dict) -> P
     if not isinstance(turns, list) or not all(turn is None or isinstance(turn, str) for turn in turns):
         raise ValueError(f"{where}: turns must be a list of strings, got {turns!r}; fix the row")
     meta = fields.get("meta") or {}
+    if not isinstance(meta, dict):
+        raise ValueError(f"{where}: meta must be an object, got {meta!r}; fix the row")
     category = _joined(meta, entry.get("category", ()), where)
     return PromptRow(str(fields["id"]), index, name, fields["domain"], tuple(turns), category, meta)
 
