@@ -69,6 +69,17 @@ def test_a_setting_that_one_method_alone_has_is_named_and_marks_the_table(plan, 
     assert set(arms.arms(data_of(cells))["reason"]) == set(words)
 
 
+def test_the_static_engines_fast_forms_replay_graphs(plan):
+    words = arms.unfair(arms.launches_of(changed(plan, "tfm", engine="torch-static", forms="fast")))
+    assert words[0].startswith("cuda_graph differs (ar False") and {word.split()[0] for word in words} == {
+        "cuda_graph",
+        "engine",
+        "forms",
+    }
+    cells = [cell | {"engine": "torch-static", "forms": "fast"} for cell in plan]
+    assert arms.unfair(arms.launches_of(cells)) == [] and set(arms.arms(data_of(cells))["cuda_graph"]) == {"on"}
+
+
 def test_the_graph_state_of_every_method_stands_in_a_row(plan):
     table = arms.arms(data_of(changed(plan, "dflash", cuda_graph=True))).set_index("method")
     assert table["cuda_graph"].to_dict() == {name: "on" if name == "dflash" else "off" for name in NANO["methods"]}

@@ -156,6 +156,44 @@ def test_changed_code_that_loads_is_code(results, cells, monkeypatch):
     assert inspect(results, pick(cells, "ar"))[:2] == ("stale", "code")
 
 
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    """A copy of the code that digests cover, to change."""
+    folder = tmp_path_factory.mktemp("code")
+    for name in ("kernels", "tfm", "baselines", "workflows/scripts"):
+        ignored = shutil.ignore_patterns("__pycache__", "weights", "data")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("helper", "text", "stale"),
+    [
+        ("tfm/siblings.py", "CHANGED = 1", {"tfm"}),
+        ("baselines/dflash.py", "CHANGED = 1", {"dflash"}),
+        ("tfm/acceptance.py", "CHANGED = 1", {"ar", "dflash", "tfm"}),
+        ("kernels/gdn/fused_triton.py", "CHANGED = 1", set()),  # a backend that these cells do not use
+        ("tfm/acceptance.py", "# a comment", set()),
+    ],
+)
+def test_a_changed_helper_marks_exactly_the_cells_that_it_makes_stale(
+    finished, cells, code, monkeypatch, helper, text, stale
+):
+    path = code / helper
+    before = path.read_text()
+    path.write_text(f"{before}\n{text}\n")
+    try:
+        digest = functools.cache(functools.partial(source_digest, root=code))
+        monkeypatch.setattr(engine_names, "source_digest", digest)
+        found = {(cell["decode"]["method"], *inspect(finished, cell)[:2]) for cell in cells}
+    finally:
+        path.write_text(before)
+    assert {(method, state) for method, state, _ in found} == {
+        (method, "stale" if method in stale else "done") for method in ("ar", "dflash", "tfm")
+    }
+    assert {reason for _, state, reason in found if state == "stale"} <= {"code"}
+
+
 def test_weights_and_prompts_that_are_not_here_decide_nothing(results, cells):
     """A results folder copied to a machine without the checkpoints is judged by what that machine has."""
     shutil.rmtree(results / "nano/prompts")

@@ -9,7 +9,18 @@ import yaml
 from baselines.methods import METHODS, SWEEPS
 
 # settings that decide speed beside the method: a comparison across two values of one is no comparison of methods
-FAIRNESS = ("cuda_graph", "engine", "device", "dtype", "gdn_backend", "threads", "requests", "clock", "max_new_tokens")
+FAIRNESS = (
+    "cuda_graph",
+    "engine",
+    "forms",
+    "device",
+    "dtype",
+    "gdn_backend",
+    "threads",
+    "requests",
+    "clock",
+    "max_new_tokens",
+)
 # what says where a cell stands, not how it ran
 PLACE = (
     "suite",
@@ -27,9 +38,12 @@ PLACE = (
 
 
 def launch_of(cell: dict) -> dict:
-    """Return all settings of a resolved cell in one flat mapping; an engine that captures no CUDA graph has it off."""
+    """Return all settings of a resolved cell in one flat mapping.
+
+    CUDA graphs are on where the cell says so or runs the static engine's fast forms, which replay them.
+    """
     flat = {**cell["decode"], **{key: value for key, value in cell.items() if key not in (*PLACE, "decode")}}
-    return {"cuda_graph": False, **flat, "weights": "+".join(sorted(cell["weights"]))}
+    return {"cuda_graph": cell.get("forms") == "fast", **flat, "weights": "+".join(sorted(cell["weights"]))}
 
 
 def differing(launches: dict[str, dict]) -> dict[str, dict]:
