@@ -1,6 +1,8 @@
 """Faults that other projects reported and that no other file guards against; tests/CASES.md lists all of them."""
 
 import json
+import os
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workflow_runs import NANO, ROOT
 
 from baselines import suite
+from baselines.commands import resume
 from tfm import metrics
 from tfm.config import DecodeConfig
 from tfm.decode import Models, decode
@@ -153,3 +156,14 @@ def test_no_rule_needs_the_number_of_cores():
     """A cluster has none: a rule that asks for workflow.cores stops every call with a cluster's profile."""
     for path in sorted((ROOT / "workflows/rules").glob("*.smk")):
         assert "threads: workflow.cores" not in path.read_text(), f"{path.name}: take all_cores"
+
+
+def test_resume_gives_files_of_a_later_clock_the_time_of_now(tmp_path):
+    """A clock that was set back: Snakemake fails a job whose input is newer than its output, and removes the output."""
+    rule = "rule all:\n    input: 'results/nano/a'\n    output: 'results/nano/b'\n    shell: 'touch {output}'\n"
+    (tmp_path / "Snakefile").write_text(rule)
+    (tmp_path / "results/nano").mkdir(parents=True)
+    (tmp_path / "results/nano/a").touch()
+    os.utime(tmp_path / "results/nano/a", (time.time() + 172800,) * 2)
+    assert resume.resume(["--cores", "1", "-q"], folder=tmp_path) == 0 and (tmp_path / "results/nano/b").exists()
+    assert (tmp_path / "results/nano/a").stat().st_mtime <= time.time()
