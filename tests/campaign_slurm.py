@@ -155,6 +155,7 @@ def run_in_slurm(work: Path) -> tuple[Run, str, int, int]:
 def scrub(text: str, work: Path) -> str:
     """Return a log without host, user, absolute paths and colour."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace(str(work / "slurm"), ".").replace(str(work), "")
+    text = re.sub(r"(?m)^( *(?:Platform|User)): .*$", r"\1: -", text)
     host = socket.gethostname()
     for word in {host, host.partition(".")[0]}:
         text = re.sub(rf"\b{re.escape(word)}\b", "NODE", text)
