@@ -47,6 +47,7 @@ PATTERNED = ("suite", "family", "engine", "protocol", "source", "device", "dtype
 
 # inputs that lie in the repository or under results/<suite>
 OURS = ["script", "pins", "plan", "expected", "summary", "manifest", "prompts", "captions", "config", "card"]
+OURS += ["inventory"]
 
 
 def commands() -> list[str]:
