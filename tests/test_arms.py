@@ -173,13 +173,37 @@ def test_a_step_that_gets_slower_over_a_cell_is_a_drift():
     assert row["held"] == "no" and row["value"] == pytest.approx(1.15, abs=0.02)
 
 
+def clocked(after: int, *, throttle=()) -> dict:
+    """A timed cell's cell.json, as far as clocks are read from it."""
+    reading = {"energy_mj": 1, "power_mw": 9, "memory_mhz": 2619, "temperature_c": 40, "throttle": []}
+    pair = {"before": reading | {"sm_mhz": 1980}, "after": reading | {"sm_mhz": after, "throttle": list(throttle)}}
+    return {"device": {"clocks": pair}, "cell": {"clock": "wall"}}
+
+
 def test_clocks_are_compared_where_the_card_tells_them():
-    cell = lambda after: {"device": {"clocks": {"before": 1980, "after": after}}}  # noqa: E731
-    assert controls_of(timed([1.0] * 4), cells=[cell(1980), cell(1970)])[controls.CLOCKS]["held"] == "yes"
-    row = controls_of(timed([1.0] * 4), cells=[cell(1980), cell(1200)])[controls.CLOCKS]
-    assert row["held"] == "no" and row["value"] == pytest.approx(1200 / 1980)
-    row = controls_of(timed([1.0] * 4), cells=[{"device": {"name": "a cpu"}}])[controls.CLOCKS]
-    assert row["held"] == "" and "no clock" in row["reason"]
+    row = controls_of(timed([1.0] * 4), cells=[clocked(1980), clocked(1970)])[controls.CLOCKS]
+    assert row["held"] == "yes" and row["n"] == 2 and row["value"] == pytest.approx(1970 / 1980)
+    row = controls_of(timed([1.0] * 4), cells=[clocked(1980), clocked(1200)])[controls.CLOCKS]
+    assert row["held"] == "no" and row["value"] == pytest.approx(1200 / 1980) and "1980 to 1200 MHz" in row["reason"]
+    row = controls_of(timed([1.0] * 4), cells=[clocked(1980, throttle=("thermal",))])[controls.CLOCKS]
+    assert row["held"] == "no" and row["reason"] == "throttled: thermal"
+
+
+def test_no_clock_is_no_held_control_and_says_why():
+    untimed = clocked(1200) | {"cell": {"clock": "off"}}
+    cpu = {"device": {"name": "a cpu", "clocks": None}, "cell": {"clock": "wall"}}
+    unread = {"device": {"clocks": {"reason": "NVML does not answer"}}, "cell": {"clock": "wall"}}
+    for cell, words in ((untimed, "no clock"), (cpu, "no clock"), (unread, "NVML does not answer")):
+        row = controls_of(timed([1.0] * 4), cells=[cell])[controls.CLOCKS]
+        assert row["held"] == "" and words in row["reason"]
+
+
+def test_a_cell_whose_card_slowed_down_is_flagged_in_every_table_of_speeds():
+    data = data_of([])
+    data.records = Records([clocked(1980), clocked(1500, throttle=("power_brake",))], data.requests, None, None, {})
+    arm = pd.concat([timed([1.0] * 4), timed([1.0] * 4, cell=1)]).assign(clock="wall")
+    assert tables._disturbed(data, arm[arm["cell"] == 0]) == ""
+    assert tables._disturbed(data, arm) == "sample-chat clock 1980 to 1500 MHz; sample-chat throttled: power_brake"
 
 
 def test_the_null_control_is_one_more_cell_of_the_same_work():

@@ -1,8 +1,55 @@
 """What two readings of the card say of a span, and where there is none to read."""
 
-import pytest
+import sys
+from types import SimpleNamespace
 
-from tfm.gpu_meter import GpuMeter, Reading, facts
+import pytest
+import torch
+
+from tfm.gpu_meter import CardSpan, GpuMeter, Reading, facts
+
+
+class Nvml:
+    """NVML of one card whose clock falls by 15 MHz a reading, or that does not answer."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def __init__(self, *, answers: bool = True):
+        self.mhz, self.answers = 1980, answers
+
+    def nvmlInit(self):  # noqa: N802
+        if not self.answers:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        assert uuid == "GPU-1234"
+        return "card"
+
+    def nvmlDeviceGetClockInfo(self, card, kind):  # noqa: N802
+        self.mhz -= 15 * (kind == self.NVML_CLOCK_SM)
+        return self.mhz if kind == self.NVML_CLOCK_SM else 3201
+
+    def __getattr__(self, name):
+        known = {
+            "TotalEnergyConsumption": 7,
+            "PowerUsage": 9,
+            "Temperature": 41,
+            "CurrentClocksThrottleReasons": 1 << 5,
+        }
+        return lambda *_: known[name.removeprefix("nvmlDeviceGet")]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Put an Nvml in pynvml's place."""
+
+    def plant(nvml) -> torch.device:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+        return torch.device("cuda", 0)
+
+    return plant
 
 
 def test_energy_is_the_difference_of_two_readings():
@@ -16,3 +63,25 @@ def test_energy_is_the_difference_of_two_readings():
 def test_a_cpu_has_no_meter():
     with pytest.raises(ValueError, match="device: cpu has no NVML .*CUDA device"):
         GpuMeter("cpu")
+
+
+def test_a_span_is_empty_on_a_cpu():
+    span = CardSpan(torch.device("cpu"))
+    span.start()
+    assert span.end() is None
+
+
+def test_a_span_holds_the_card_before_and_after(card):
+    span = CardSpan(card(Nvml()))
+    span.start()
+    found = span.end()
+    # the first of three readings was the meter's own, to see whether the card answers
+    assert [found[name]["sm_mhz"] for name in ("before", "after")] == [1950, 1935]
+    assert found["after"]["throttle"] == ("thermal",) and found["after"]["temperature_c"] == 41
+
+
+@pytest.mark.parametrize(("nvml", "words"), [(None, "nvidia-ml-py"), (Nvml(answers=False), "Driver Not Loaded")])
+def test_a_card_that_cannot_be_read_is_named_in_the_record_and_fails_no_cell(card, nvml, words):
+    span = CardSpan(card(nvml))
+    span.start()
+    assert words in span.end()["reason"]

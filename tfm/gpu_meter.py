@@ -29,7 +29,10 @@ class Reading:
 
 
 class GpuMeter:
-    """NVML of one card. Raises ValueError where nvidia-ml-py is not installed or the card is no CUDA device."""
+    """NVML of one card.
+
+    Raises ValueError where nvidia-ml-py is not installed, NVML does not answer, or the device is no CUDA device.
+    """
 
     def __init__(self, device: torch.device | str):
         device = torch.device(device)
@@ -39,10 +42,14 @@ class GpuMeter:
             self._nvml = importlib.import_module("pynvml")
         except ModuleNotFoundError as error:
             raise ValueError("energy: needs the package nvidia-ml-py; pip install nvidia-ml-py") from error
-        self._nvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         name = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-        self._card = self._nvml.nvmlDeviceGetHandleByUUID(name)
+        try:
+            self._nvml.nvmlInit()
+            self._card = self._nvml.nvmlDeviceGetHandleByUUID(name)
+            self.read()
+        except self._nvml.NVMLError as error:
+            raise ValueError(f"{device}: NVML does not answer ({error}); leave energy and clocks out there") from error
 
     def read(self) -> Reading:
         """Return the card's state now."""
@@ -56,6 +63,29 @@ class GpuMeter:
             temperature_c=nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU),
             throttle=tuple(name for bit, name in THROTTLE.items() if bits & bit),
         )
+
+
+class CardSpan:
+    """The card's state at the start and at the end of a span of work, for its record; nothing on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self._meter, self._before, self._reason = None, None, ""
+        if device.type == "cuda":
+            try:
+                self._meter = GpuMeter(device)
+            except ValueError as error:
+                self._reason = str(error)
+
+    def start(self) -> None:
+        """Read the card; call it once the card is warm, or the clock of an idle card is what is noted."""
+        if self._meter:
+            self._before = self._meter.read()
+
+    def end(self) -> dict | None:
+        """Return {"before", "after"}, a Reading's fields each; {"reason"} where no card was read; None on a CPU."""
+        if self._meter and self._before:
+            return {"before": asdict(self._before), "after": asdict(self._meter.read())}
+        return {"reason": self._reason} if self._reason else None
 
 
 def facts(before: Reading, after: Reading) -> dict:

@@ -29,7 +29,7 @@ NOTES = {
     "step, without the bonus, trimmed to what was emitted. same_as_ar: outputs equal to ar's, of those compared. "
     "flag: other work on the machine may have disturbed a timed cell (its process had less than "
     f"{tables.CPU_SHARE:.0%} of a core's time, or its slowest request's step took over {tables.STEP_SPREAD}x the "
-    "fastest one's).",
+    "fastest one's), or its card's clock moved or was held down by heat or power.",
     "latency": "Microseconds a step, from cells with stage timing; the levels verify and build split those stages. gdn "
     "is the recurrent layers' part of verify plus commit. untimed_decode_us is the same cell without stage timing.",
     "acceptance_by_position": "conditional: accepted at d given accepted at d - 1 and a tree that reaches d; "
@@ -66,7 +66,8 @@ ON_THE_SIDE = {"latency": "stages", "sweeps": "", "audit": "audit", "controls": 
 NOTES["per_set"] = NOTES["headline"]
 NOTES["controls"] = (
     "ar once more at the end of the run, against ar: the same work, so that the ratio is noise and drift alone; step "
-    "times of the second half of a cell's requests over the first; the card's clock after a cell over before it."
+    "times of the second half of a cell's requests over the first; the card's clock after a timed cell over before "
+    "it, and whether heat or power held it down."
 )
 NOTES["arms"] = "Knobs of each method; concurrency counts requests decoded together; what else differs is named."
 

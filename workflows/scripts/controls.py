@@ -15,6 +15,8 @@ RATE, SAME, STEPS = (
     "ar again, outputs equal to ar's",
     "step time, second over first half",
 )
+# of a card's throttle reasons (tfm.gpu_meter), those that a cooler or idler card would not give
+SLOWED = {"hardware_slowdown", "thermal", "hardware_thermal", "power_brake"}
 CLOCKS = "clock after over before"
 
 
@@ -68,14 +70,34 @@ def drift_of(step_us: np.ndarray) -> Estimate:
 
 def _clocks(data) -> dict:
     """Compare the card's clock before and after each timed cell, where the cells recorded it."""
-    row = {"control": CLOCKS, "wanted": f"within {DRIFT:.0%} of 1"}
-    clocks = [cell["device"].get("clocks") for cell in data.records.cells]
-    ratios = [pair["after"] / pair["before"] for pair in clocks if pair and pair.get("before") and pair.get("after")]
-    if not ratios:
-        return row | _missing("the cells' device records no clock")
-    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-    held = abs(worst - 1) <= DRIFT
-    return row | {"value": worst, "n": len(ratios), "held": _answer(held), "reason": "" if held else "the clock moved"}
+    row = {"control": CLOCKS, "wanted": f"within {DRIFT:.0%} of 1, no throttling"}
+    cells = [cell for cell in data.records.cells if clock_ratio(cell) is not None]
+    if not cells:
+        found = (cell["device"].get("clocks") or {} for cell in data.records.cells)
+        why = next(filter(None, (clocks.get("reason") for clocks in found)), "")
+        return row | _missing(f"the timed cells' device records no clock{f': {why}' if why else ''}")
+    worst = max(map(clock_ratio, cells), key=lambda ratio: abs(ratio - 1))
+    doubts = [doubt for cell in cells for doubt in clock_doubts(cell)]
+    return row | {"value": worst, "n": len(cells), "held": _answer(not doubts), "reason": "; ".join(doubts[:3])}
+
+
+def clock_ratio(cell: dict) -> float | None:
+    """Return the card's clock after a timed cell over before it; None where the cell is not timed or noted none."""
+    clocks = cell.get("device", {}).get("clocks") or {}
+    if "before" not in clocks or cell["cell"]["clock"] == "off":
+        return None
+    return clocks["after"]["sm_mhz"] / clocks["before"]["sm_mhz"]
+
+
+def clock_doubts(cell: dict) -> list[str]:
+    """Return what the card's clock makes doubtful of a timed cell: it moved, or heat or power held it down."""
+    ratio = clock_ratio(cell)
+    if ratio is None:
+        return []
+    before, after = (cell["device"]["clocks"][name] for name in ("before", "after"))
+    doubts = [f"clock {before['sm_mhz']} to {after['sm_mhz']} MHz"] if abs(ratio - 1) > DRIFT else []
+    slow = sorted((set(before["throttle"]) | set(after["throttle"])) & SLOWED)
+    return doubts + ([f"throttled: {', '.join(slow)}"] if slow else [])
 
 
 def _fields(found: Estimate) -> dict:

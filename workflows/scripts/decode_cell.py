@@ -24,6 +24,7 @@ from tfm import device, manifest
 from tfm.cells import CellWriter, rerun_command
 from tfm.config import DecodeConfig
 from tfm.decode import Prompt
+from tfm.gpu_meter import CardSpan
 from tfm.prompts import read_prepared
 from tfm.tokenizer import check_folder_tokenizers, end_tokens, load_tokenizer
 
@@ -56,13 +57,15 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
         if not pending and writer.facts:
             return writer.finish([row.id for row in rows], writer.facts)
         tokenizer = load_tokenizer(cell["weights"]["target"])
-        config, share = decode_config(cell, tokenizer), None
+        config, share, clocks = decode_config(cell, tokenizer), None, None
         if pending:
             name = "/".join([cell["dataset"], cell["variant"], cell["setting"], f"seed{cell['seed']}"])
             progress = Progress(name, prompts=len(rows), done=resumed, suite=suite)
-            share = decode_prompts(pending, cell, config, where, writer=writer, progress=progress, tokenizer=tokenizer)
+            with_progress = {"writer": writer, "progress": progress, "tokenizer": tokenizer}
+            share, clocks = decode_prompts(pending, cell, config, where, **with_progress)
         facts = {"source_digest": source, "prompts_sha256": prompts_sha256, "prompts": len(rows)}
-        facts |= {"resumed_requests": resumed, "device": device.facts(where), "rerun": rerun_command(out)}
+        facts |= {"resumed_requests": resumed, "rerun": rerun_command(out)}
+        facts["device"] = device.facts(where) | {"clocks": clocks}
         # of the CPU only: with a GPU the process may sleep while kernels run
         facts["cpu_share"] = share if cell["device"] == "cpu" else None
         facts |= run_facts(cell, config, start=start, commit=commit)
@@ -122,10 +125,13 @@ def run_facts(cell: dict, config: DecodeConfig, *, start: float, commit: str | N
     }
 
 
-def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, progress: Progress, tokenizer) -> float:
+def decode_prompts(
+    prompts, cell: dict, config: DecodeConfig, where, *, writer, progress: Progress, tokenizer
+) -> tuple[float, dict | None]:
     """Load the models, warm up when the cell is timed, and decode; each finished request goes to the writer.
 
-    Returns the share of the wall that the process spent on a core: below 1 when other work took the core away.
+    Returns the share of the wall that the process spent on a core, below 1 when other work took the core away, and the
+    card's clocks before the first prompt and after the last one (None on a CPU).
     """
     # absent where the drafter's config decides, and where the models are those of the folders
     options = {key: cell.get(key) for key in ("swa_causal", "graft")}
@@ -143,6 +149,8 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
         tokens, steps = len(trace.output_tokens), len(trace.steps)
         logger.info("%s: %d tokens in %d steps, %s", trace.id, tokens, steps, trace.finish_reason)
 
+    span = CardSpan(where)
+    span.start()
     wall, cpu = time.perf_counter(), time.process_time()
     run(
         prompts,
@@ -152,8 +160,9 @@ def decode_prompts(prompts, cell: dict, config: DecodeConfig, where, *, writer, 
         traced=cell["traced"],
     )
     share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    clocks = span.end()
     progress.close()
-    return round(share, 4)
+    return round(share, 4), clocks
 
 
 def decode_config(cell: dict, tokenizer) -> DecodeConfig:

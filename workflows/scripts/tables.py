@@ -249,6 +249,7 @@ def _disturbed(data: Suite, arm: pd.DataFrame) -> str:
             found.append(f"{where}cpu share {share:.2f}")
         if len(rows) and step.max() > STEP_SPREAD * step.min():
             found.append(f"{where}step times spread {step.max() / step.min():.1f}x")
+        found += [f"{where}{doubt}" for doubt in controls.clock_doubts(data.records.cells[number])]
     return "; ".join(found)
 
 
