@@ -15,8 +15,8 @@ import yaml
 from tfm import checkpoints
 from tfm.drafter import Drafter, init_drafter
 from tfm.target import Target
-from tfm.train import corpus, drafter, export, run, sample, target, weaver
-from tfm.train.blocks import compute_blocks
+from tfm.train import corpus, drafter, export, run, sample, sampler, target, weaver
+from tfm.train.blocks import compute_blocks, keep_outputs
 from tfm.train.layout import Layout
 from tfm.train.loop import Deadline
 from tfm.train.losses import leading_matches, lk_loss, next_token_loss, row_weights
@@ -260,7 +260,7 @@ def test_sampling_walks_the_target_and_stops_at_eos(monkeypatch):
     target.init_target(model, 3)
     with torch.no_grad():
         model.embed_tokens.weight.mul_(40)  # far from uniform
-    monkeypatch.setattr(sample, "draw", lambda logits, generator: logits.argmax(-1))
+    monkeypatch.setattr(sampler, "draw", lambda logits, generator: logits.argmax(-1))
     prompts = [np.array([7, 8, 9]), np.array([20, 21, 22, 23, 24])]
     expected = []
     for prompt in prompts:
@@ -269,19 +269,33 @@ def test_sampling_walks_the_target_and_stops_at_eos(monkeypatch):
             with torch.no_grad():
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
         expected.append(tokens[len(prompt) :])
-    answers = sample.sample_answers(model, prompts, eos=2, cap=6, generator=None)
-    assert [answer.tolist() for answer in answers] == expected
+    assert sample.sample_answers(model, prompts, end=2, cap=6, seed=0) == expected
     eos = expected[0][2]
-    cut = sample.sample_answers(model, prompts, eos=eos, cap=6, generator=None)
-    assert cut[0].tolist() == expected[0][: expected[0].index(eos) + 1]
+    cut = sample.sample_answers(model, prompts, end=eos, cap=6, seed=0)
+    assert cut[0] == expected[0][: expected[0].index(eos) + 1]
 
 
 def test_draws_follow_the_softmax():
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3)
-    drawn = sample.draw(logits, torch.Generator().manual_seed(0))
+    drawn = sampler.draw(logits, torch.Generator().manual_seed(0))
     shares = torch.bincount(drawn, minlength=3) / len(drawn)
     # three standard errors of a share at n = 20,000
     torch.testing.assert_close(shares, torch.tensor([0.5, 0.3, 0.2]), rtol=0, atol=0.011)
+
+
+def test_kept_outputs_change_no_block(trained):
+    settings, layout, _ = trained
+    frozen = target.load_frozen(settings, layout, "cpu")
+    model = checkpoints.load_drafter(layout.weights("drafter"))
+    rows, _ = sample.split_samples(sample.Samples.load(layout.samples), settings, "cpu")
+    plain = [rows.batch(step, 512, 4) for step in range(4)]
+    keep_outputs(frozen, rows, 512)
+    for step, batch in enumerate(plain):
+        kept = rows.batch(step, 512, 4)
+        assert set(kept) - set(batch) == {"hidden", "taps"} and torch.equal(kept["tokens"], batch["tokens"])
+        mine, wanted = (compute_blocks(frozen, model, each, train_drafter=False) for each in (kept, batch))
+        for name, value in vars(wanted).items():
+            torch.testing.assert_close(getattr(mine, name), value, rtol=1e-4, atol=1e-4)
 
 
 def test_the_last_answer_starts_after_the_last_prompt():

@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
-from tfm.train import generate, smollm
-from tfm.train.generate import Plan, Prompt, Sampler
+from tfm.train import generate, sampler, smollm
+from tfm.train.generate import Plan, Prompt, write
 from tfm.train.loop import Deadline
+from tfm.train.sampler import Sampler
 from tfm.train.smollm import ChatTokenizer, KvCache, Llama, LlamaConfig
 from tfm.train.text import iter_training_rows
 
@@ -96,11 +97,11 @@ def test_template_and_text_that_spells_a_tag():
 
 
 def test_a_static_batch_gives_each_prompt_its_own_greedy_answer(monkeypatch):
-    monkeypatch.setattr(generate, "draw", lambda logits, generator: logits.argmax(-1))
+    monkeypatch.setattr(sampler, "draw", lambda logits, generator: logits.argmax(-1))
     llama, end = tiny_llama(seed=3), 2
     prompts = [[5, 6, 7], [9, 9, 30, 31, 32, 200], [44]]
-    sampler = Sampler(llama, end=end, requests=5, rows=40, device="cpu")
-    found = sampler.sample(prompts, cap=12, temperature=1.0, seed=0)
+    batch = Sampler(llama, end=end, requests=5, rows=40)
+    found = write(batch, prompts, cap=12, temperature=1.0, seed=0)
     for prompt, answer in zip(prompts, found, strict=True):
         tokens = list(prompt)
         for _ in range(12):
@@ -108,19 +109,18 @@ def test_a_static_batch_gives_each_prompt_its_own_greedy_answer(monkeypatch):
         wanted = tokens[len(prompt) :]
         assert answer == (wanted[: wanted.index(end)] if end in wanted else None)
     # a second batch in the same sampler meets nothing of the first
-    assert sampler.sample(prompts, cap=12, temperature=1.0, seed=0) == found
+    assert write(batch, prompts, cap=12, temperature=1.0, seed=0) == found
     # with an end that the first answer meets
     first = [5, 6, 7, int(logits_of(llama, [5, 6, 7])[-1].argmax())]
-    ended = Sampler(llama, end=int(logits_of(llama, first)[-1].argmax()), requests=1, rows=40, device="cpu")
-    assert ended.sample([[5, 6, 7]], cap=12, temperature=1.0, seed=0) in ([first[3:]], [[]])
+    ended = Sampler(llama, end=int(logits_of(llama, first)[-1].argmax()), requests=1, rows=40)
+    assert write(ended, [[5, 6, 7]], cap=12, temperature=1.0, seed=0) in ([first[3:]], [[]])
 
 
 def test_same_seed_same_text_and_temperature_matters():
-    sampler = Sampler(tiny_llama(), end=2, requests=4, rows=64, device="cpu")
+    batch = Sampler(tiny_llama(), end=2, requests=4, rows=64)
 
     def tokens(seed: int, temperature: float) -> list:
-        sampler.sample([[5, 6], [7]], cap=20, temperature=temperature, seed=seed)
-        return sampler.tokens.flatten().tolist()
+        return batch.sample([[5, 6], [7]], cap=20, temperature=temperature, seed=seed)
 
     assert tokens(1, 1.0) == tokens(1, 1.0)
     assert tokens(1, 1.0) != tokens(2, 1.0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tfm.drafter import Drafter
 from tfm.target import Target
+from tfm.train.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,11 @@ def compute_blocks(target: Target, drafter: Drafter, batch: dict[str, Tensor], *
     valid = places + 1 < batch["lengths"][:, None, None]
     safe = places.clamp(max=tokens.shape[1] - 2)
     with torch.no_grad():
-        output = target(tokens)
-        hidden = pick(output.hidden, safe)
-        target_log_probs = target.head(hidden).float().log_softmax(-1)
-        before = pick(output.hidden, (anchors - 1).clamp(min=0))
+        every, taps = _read(target, batch)
+        target_log_probs = target.head(pick(every, safe)).float().log_softmax(-1)
+        before = pick(every, (anchors - 1).clamp(min=0))
     with torch.set_grad_enabled(train_drafter):
-        draft_hidden = drafter.forward_blocks(output.taps, anchors, tokens.gather(1, anchors), target)
+        draft_hidden = drafter.forward_blocks(taps, anchors, tokens.gather(1, anchors), target)
         draft_logits = target.head(draft_hidden)
     return Blocks(
         tokens=pick(tokens, safe + 1),
@@ -50,6 +50,39 @@ def compute_blocks(target: Target, drafter: Drafter, batch: dict[str, Tensor], *
         draft_logits=draft_logits,
         draft_hidden=draft_hidden,
     )
+
+
+@torch.no_grad()
+def keep_outputs(target: Target, rows: Rows, tokens: int) -> None:
+    """Run the frozen target once over all `rows`, `tokens` at a time; batches then carry its "hidden" and "taps".
+
+    They are read again and again: about 3 kB a token for mini, on the device of the rows. Raises ValueError when a
+    CUDA device has no room for them.
+    """
+    width = (1 + len(target.tap_layers)) * target.config.hidden_size * target.embed_weight.element_size()
+    needed = width * sum(bucket.tokens.numel() for bucket in rows.buckets)
+    device = rows.buckets[0].tokens.device
+    if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
+        raise ValueError(
+            f"keep_outputs: the target's outputs take {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free; sample "
+            "fewer conversations, or set it to false"
+        )
+    for bucket in rows.buckets:
+        shape = bucket.tokens.shape
+        new = target.embed_weight.new_empty
+        hidden = new(*shape, target.config.hidden_size)
+        taps = new(*shape, len(target.tap_layers) * target.config.hidden_size)
+        for part in torch.arange(len(bucket.tokens), device=device).split(max(1, tokens // shape[1])):
+            output = target(bucket.tokens[part].long())
+            hidden[part], taps[part] = output.hidden, output.taps
+        bucket.kept.update(hidden=hidden, taps=taps)
+
+
+def _read(target: Target, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    if "taps" in batch:
+        return batch["hidden"], batch["taps"]
+    output = target(batch["tokens"])
+    return output.hidden, output.taps
 
 
 def pick(values: Tensor, places: Tensor) -> Tensor:

@@ -80,8 +80,7 @@ def calibrate(
     for factor in factors:
         target = copy.deepcopy(plain)
         sharpen(target, factor)
-        generator = torch.Generator(device=device).manual_seed(settings.seed)
-        answers = sample_answers(target, prompts, eos=eos, cap=tokens, generator=generator)
+        answers = sample_answers(target, prompts, end=eos, cap=tokens, seed=settings.seed)
         joined = [(np.concatenate([p, a]), len(p), True) for p, a in zip(prompts, answers, strict=True)]
         # a training split is never empty
         samples = Samples.join([*joined, (*joined[0][:2], False)])

@@ -2,6 +2,7 @@
 
 import json
 
+from tfm.tokenizer import load_tokenizer
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline
 from tfm.train.peers import ALONE, Peers
@@ -11,10 +12,14 @@ from tfm.train.tokenizer import train_tokenizer
 
 
 def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadline, peers: Peers = ALONE) -> dict:
-    """Write the tokenizer beside the target's weights and the tokenised text; does nothing when both are there."""
+    """Write the tokenizer beside the target's weights, or take the one there, and write the tokenised text."""
     if peers.is_first and not (layout.corpus.is_file() and layout.text_manifest.is_file()):
         rows = list(iter_training_rows(layout.data))
-        tokenizer = train_tokenizer(balanced_sample(rows, settings.text.bytes_per_domain), settings.text.vocab_size)
+        if (layout.weights("target") / "tokenizer.json").is_file():
+            tokenizer = load_tokenizer(layout.weights("target"))  # a family that is trained on, from its target
+        else:
+            tokenizer = train_tokenizer(balanced_sample(rows, settings.text.bytes_per_domain), settings.text.vocab_size)
+            tokenizer.save(layout.weights("target"))
         if tokenizer.mask_id != settings.drafter_model.mask_token_id:
             raise ValueError(
                 f"mask_token_id: {settings.drafter_model.mask_token_id} is not allowed (allowed: {tokenizer.mask_id}, "
@@ -25,7 +30,6 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
                 f"eos_token_id: {settings.target_model.eos_token_id} is not allowed (allowed: {tokenizer.eos_id}, the "
                 "tokenizer's <|im_end|>); set it in the target's config"
             )
-        tokenizer.save(layout.weights("target"))
         text = tokenise_rows(rows, tokenizer)
         layout.corpus.parent.mkdir(parents=True, exist_ok=True)
         text.save(layout.corpus)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tfm import checkpoints
 from tfm.drafter import Drafter, init_drafter
 from tfm.manifest import sha256_file, sha256_weights
-from tfm.train.blocks import Blocks, RowMeans, compute_blocks
+from tfm.train.blocks import Blocks, RowMeans, compute_blocks, keep_outputs
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline, Stage, train
 from tfm.train.losses import LkLoss, leading_matches, lk_loss, row_weights
@@ -27,6 +27,8 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
     samples = Samples.load(layout.require(layout.samples, "sample"))
     kept, held = split_samples(samples, settings, device)
     target = load_frozen(settings, layout, device)
+    if settings.keep_outputs:
+        keep_outputs(target, kept, settings.drafter.tokens_per_step)
     drafter = Drafter(settings.drafter_model)
     init_drafter(drafter, settings.seed)
     shadow = Shadow(drafter.to(device), settings.precision)

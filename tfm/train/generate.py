@@ -3,7 +3,8 @@
     python -m tfm.train.generate --gguf FILE --train-data DIR --out OUT --device cuda --new-prompts 30000 --minutes 6
 
 Reads the GGUF file (pinned by hash) and rows {domain, source, messages}. Writes OUT/generated-*.jsonl.gz in the same
-format and OUT/manifest.json; a second call with the same options goes on. Last line of stdout: one JSON object. Answers
+format and OUT/manifest.json; a second call with the same options goes on. Last line of stdout: one JSON object. On a
+host with several GPUs: torchrun --nproc-per-node N -m tfm.train.generate ..., each then writes its share. Answers
 that reach the cap, repeat themselves, or share 13 words in a row with a benchmark are dropped.
 """
 
@@ -21,12 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tfm.manifest import sha256_file, sha256_json, write_atomic, write_json
+from tfm.train.layout import prepare_device
 from tfm.train.loop import Deadline
-from tfm.train.sample import draw
-from tfm.train.smollm import GGUF_SHA256, ChatTokenizer, KvCache, Llama, load_gguf
+from tfm.train.peers import ALONE, Peers
+from tfm.train.sampler import Sampler
+from tfm.train.smollm import GGUF_SHA256, ChatTokenizer, Llama, load_gguf
 from tfm.train.text import iter_training_rows, training_files
 
 SOURCE = "smollm2_135m_instruct"
@@ -36,9 +38,6 @@ SUBJECTS = {
     "math": "You are a patient math teacher. The user asks you to solve one short math problem with numbers.",
     "code": "You are an expert Python programmer. The user asks you to write one short Python function.",
 }
-PREFILL_ROWS = 256
-ROWS_STEP = 64  # cache rows that attention reads grow in steps of this
-LOOK_EVERY = 16  # steps between two looks at who is still writing
 LEFT_OVER = 0.02  # a batch ends when this share is still writing: they would reach the cap
 PLAIN_WORDS = 13
 
@@ -66,103 +65,24 @@ class Prompt:
     text: str
 
 
-class Sampler:
-    """Samples a static batch; on CUDA the step is one graph a cache size, captured once."""
+def run(
+    plan: Plan,
+    llama: Llama,
+    tokenizer: ChatTokenizer,
+    options: argparse.Namespace,
+    deadline: Deadline,
+    peers: Peers = ALONE,
+) -> dict:
+    """Make the messages, then the answers, part by part, until all are there or the deadline.
 
-    def __init__(self, llama: Llama, *, end: int, requests: int, rows: int, device: str):
-        self.llama, self.end, self.device = llama, end, device
-        self.rows = -(-rows // ROWS_STEP) * ROWS_STEP
-        self.cache = KvCache.empty(llama.config, requests, self.rows, llama.weights["token_embd.weight"])
-        self.tokens = torch.zeros(requests, 1, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.tokens)
-        self.alive = torch.zeros(requests, dtype=torch.bool, device=device)
-        self.temperature = torch.ones((), device=device)
-        self.generator = torch.Generator(device=device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # replays follow one another, so all graphs may use the same memory
-        self.pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
-
-    @torch.no_grad()
-    def sample(self, prompts: list[list[int]], *, cap: int, temperature: float, seed: int) -> list[list[int] | None]:
-        """Return what follows each prompt up to the end of its turn, without it; None where that is not in sight."""
-        self.generator.manual_seed(seed)
-        self.temperature.fill_(temperature)
-        longest = max(map(len, prompts))
-        if longest + cap > self.rows:
-            raise ValueError(f"rows: {self.rows} hold no {longest} + {cap} tokens; make the sampler with more rows")
-        self._prefill(prompts)
-        emitted = [self.tokens[:, 0].clone()]
-        for count in range(1, cap):
-            self._step(min(self.rows, -(-(longest + count) // ROWS_STEP) * ROWS_STEP))
-            emitted.append(self.tokens[:, 0].clone())
-            if count % LOOK_EVERY == 0 and float(self.alive[: len(prompts)].float().mean()) <= LEFT_OVER:
-                break
-        table = torch.stack(emitted, dim=1)[: len(prompts)].tolist()
-        return [row[: row.index(self.end)] if self.end in row else None for row in table]
-
-    def _prefill(self, prompts: list[list[int]]) -> None:
-        last = []
-        for at in range(0, len(prompts), PREFILL_ROWS):
-            part = prompts[at : at + PREFILL_ROWS]
-            width = max(map(len, part))
-            padded = torch.tensor([row + [self.end] * (width - len(row)) for row in part], device=self.device)
-            places = torch.arange(width, device=self.device).expand(len(part), -1)
-            rows = slice(at, at + len(part))
-            hidden = self.llama.forward(padded, places, self.cache.part(rows), width)
-            lengths = torch.tensor([len(row) for row in part], device=self.device)
-            last.append(hidden[torch.arange(len(part), device=self.device), lengths - 1])
-            self.positions[rows, 0] = lengths
-        self.alive.fill_(False)
-        self.alive[: len(prompts)] = True
-        drawn = self._draw(self.llama.logits(torch.cat(last)))
-        self.tokens[: len(prompts), 0] = drawn
-        self.alive[: len(prompts)] &= drawn != self.end
-
-    def _step(self, rows: int) -> None:
-        if self.device != "cuda":
-            self._advance(rows)
-            return
-        if rows not in self.graphs:
-            self.graphs[rows] = self._capture(rows)
-        self.graphs[rows].replay()
-
-    def _advance(self, rows: int) -> None:
-        hidden = self.llama.forward(self.tokens, self.positions, self.cache, rows)
-        drawn = self._draw(self.llama.logits(hidden[:, 0]))
-        self.positions.add_(self.alive[:, None].long())
-        self.tokens.copy_(torch.where(self.alive, drawn, self.end)[:, None])
-        self.alive.logical_and_(drawn != self.end)
-
-    def _draw(self, logits: Tensor) -> Tensor:
-        return draw(logits.float() / self.temperature, self.generator)
-
-    def _capture(self, rows: int) -> torch.cuda.CUDAGraph:
-        # warming up and capturing must not move the batch: the state comes back, and the noise starts where it was
-        state = (self.tokens, self.positions, self.alive)
-        kept, noise = [tensor.clone() for tensor in state], self.generator.get_state()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._advance(rows)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, pool=self.pool):
-            self._advance(rows)
-        for tensor, before in zip(state, kept, strict=True):
-            tensor.copy_(before)
-        self.generator.set_state(noise)
-        return graph
-
-
-def run(plan: Plan, llama: Llama, tokenizer: ChatTokenizer, options: argparse.Namespace, deadline: Deadline) -> dict:
-    """Make the messages, then the answers, part by part, until all are there or the deadline."""
+    Of several processes each makes every size-th part."""
     options.out.mkdir(parents=True, exist_ok=True)
-    check_plan(plan, options.out / "plan.json")
+    if peers.is_first:
+        check_plan(plan, options.out / "plan.json")
     rows = plan.max_prompt_tokens + plan.max_new_tokens
-    sampler = Sampler(llama, end=tokenizer.end, requests=plan.requests, rows=rows, device=options.device)
+    sampler = Sampler(llama, end=tokenizer.end, requests=plan.requests, rows=rows)
     report = {"stage": "generate", "done": False}
-    new = make_messages(plan, sampler, tokenizer, options.out, deadline)
+    new = make_messages(plan, sampler, tokenizer, options.out, deadline, peers)
     if new is None:
         return report
     parts = answer_parts([*training_prompts(plan, options.train_data), *new], plan, tokenizer)
@@ -171,11 +91,11 @@ def run(plan: Plan, llama: Llama, tokenizer: ChatTokenizer, options: argparse.Na
             path = options.out / f"generated-{number:03d}.jsonl.gz"
             if deadline.is_over:
                 break
-            if path.is_file():
+            if path.is_file() or number % peers.size != peers.rank:
                 continue
             began, prompts = time.monotonic(), tokenizer.answer_prompts([prompt.text for prompt in part])
             seed = plan.seed * 1_000_003 + 100_000 + number
-            answers = sampler.sample(prompts, cap=plan.max_new_tokens, temperature=plan.temperature, seed=seed)
+            answers = write(sampler, prompts, cap=plan.max_new_tokens, temperature=plan.temperature, seed=seed)
             texts = tokenizer.decode_many([ids or [] for ids in answers])
             writer.put(path, part, list(zip(texts, answers, strict=True)))
             facts = {
@@ -186,11 +106,21 @@ def run(plan: Plan, llama: Llama, tokenizer: ChatTokenizer, options: argparse.Na
             }
             facts |= {"tokens": sum(len(ids) for ids in answers if ids), "seconds": round(time.monotonic() - began, 1)}
             print(json.dumps(facts), file=sys.stderr, flush=True)
+    peers.wait()
     made = sorted(options.out.glob("generated-*.jsonl.gz"))
     report |= {"parts": len(made), "of": len(parts), "done": len(made) == len(parts)}
-    files = {path.name: sha256_file(path) for path in made}
-    write_json(options.out / "manifest.json", {"plan": asdict(plan), "files": files, **report})
+    if peers.is_first:
+        files = {path.name: sha256_file(path) for path in made}
+        write_json(options.out / "manifest.json", {"plan": asdict(plan), "files": files, **report})
     return report
+
+
+def write(
+    sampler: Sampler, prompts: list[list[int]], *, cap: int, temperature: float, seed: int
+) -> list[list[int] | None]:
+    """Return what follows each prompt up to the end of its turn, without it; None where that is not in sight."""
+    rows = sampler.sample(prompts, cap=cap, temperature=temperature, seed=seed, left_over=LEFT_OVER)
+    return [row[:-1] if row[-1] == sampler.end else None for row in rows]
 
 
 class Writer:
@@ -249,25 +179,32 @@ def training_prompts(plan: Plan, train_data: Path) -> list[Prompt]:
 
 
 def make_messages(
-    plan: Plan, sampler: Sampler, tokenizer: ChatTokenizer, out: Path, deadline: Deadline
+    plan: Plan, sampler: Sampler, tokenizer: ChatTokenizer, out: Path, deadline: Deadline, peers: Peers = ALONE
 ) -> list[Prompt] | None:
     """Return distinct made-up messages, a third on each subject; None when the deadline comes first."""
-    found: dict[str, str] = {}
     each = -(-plan.new_prompts // len(SUBJECTS))
-    for place, (domain, system) in enumerate(SUBJECTS.items()):
-        for number in range(-(-each // plan.requests)):
-            path = out / f"messages-{domain}-{number:03d}.json"
-            if not path.is_file():
-                if deadline.is_over:
-                    return None
-                seed = plan.seed * 1_000_003 + 1000 * place + number
-                count = min(plan.requests, each - number * plan.requests)
-                drawn = sampler.sample(
-                    [tokenizer.message_prompt(system)] * count, cap=96, temperature=plan.message_temperature, seed=seed
-                )
-                texts = tokenizer.decode_many([ids for ids in drawn if ids is not None and len(ids) >= 6])
-                write_atomic(path, json.dumps([text.strip() for text in texts]).encode())
-            found |= dict.fromkeys(json.loads(path.read_text()), domain)
+    batches = [
+        (out / f"messages-{domain}-{number:03d}.json", place, domain, number)
+        for place, domain in enumerate(SUBJECTS)
+        for number in range(-(-each // plan.requests))
+    ]
+    for path, place, domain, number in batches[peers.rank :: peers.size]:
+        if path.is_file():
+            continue
+        if deadline.is_over:
+            break
+        seed = plan.seed * 1_000_003 + 1000 * place + number
+        count = min(plan.requests, each - number * plan.requests)
+        prompts = [tokenizer.message_prompt(SUBJECTS[domain])] * count
+        drawn = write(sampler, prompts, cap=96, temperature=plan.message_temperature, seed=seed)
+        texts = tokenizer.decode_many([ids for ids in drawn if ids is not None and len(ids) >= 6])
+        write_atomic(path, json.dumps([text.strip() for text in texts]).encode())
+    peers.wait()
+    if not all(path.is_file() for path, *_ in batches):
+        return None
+    found: dict[str, str] = {}
+    for path, _, domain, _ in batches:
+        found |= dict.fromkeys(json.loads(path.read_text()), domain)
     return [Prompt(domain, "new", text) for text, domain in found.items() if is_plain(text)]
 
 
@@ -343,9 +280,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: 'cuda' was asked for, but this machine has no CUDA device; use --device cpu")
-    deadline = Deadline(options.minutes)
+    peers, deadline = prepare_device(options.device), Deadline(options.minutes)
     plan = Plan(
         gguf=GGUF_SHA256,
         train_data={path.name: sha256_file(path) for path in training_files(options.train_data)},
@@ -353,7 +288,9 @@ def main() -> None:
     )
     llama, tokenizer = load_gguf(options.gguf)
     llama = llama.to(options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
-    print(json.dumps(run(plan, llama, tokenizer, options, deadline)))
+    report = run(plan, llama, tokenizer, options, deadline, peers)
+    if peers.is_first:
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ class Bucket:
     tokens: Tensor  # [rows, length] int16 (ids below 32768), zero padded
     lengths: Tensor  # [rows] int64, real tokens
     starts: Tensor  # [rows] int64, first token of the answer (0 where that has no meaning)
+    kept: dict[str, Tensor] = field(default_factory=dict)  # [rows, ...], what batches carry beside them
 
 
 class Rows:
@@ -61,7 +62,7 @@ class Rows:
             "tokens": bucket.tokens[picked].long(),
             "lengths": bucket.lengths[picked],
             "starts": bucket.starts[picked],
-        }
+        } | {name: values[picked] for name, values in bucket.kept.items()}
         if anchors:
             # the root is a token of the answer with at least one token after it
             share = torch.rand(len(picked), anchors, generator=generator).to(picked.device)

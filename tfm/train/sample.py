@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tfm.manifest import write_json
 from tfm.target import Target
@@ -18,10 +17,11 @@ from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline
 from tfm.train.peers import ALONE, Peers
 from tfm.train.rows import Rows, fill_buckets, hash_of, is_held_out
+from tfm.train.sampler import Sampler
 from tfm.train.settings import TrainSettings
+from tfm.train.step_target import StepTarget
 from tfm.train.target import load_frozen
 from tfm.train.text import TokenisedText
-from tfm.tree import DraftTree
 
 ENTROPY_TOKENS, ENTROPY_BATCHES = 16384, 8  # padded tokens a batch, batches a bucket
 
@@ -81,16 +81,20 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
     paths = [folder / f"part-{number:03d}.npz" for number in range(len(parts))]
     eos = load_tokenizer(layout.weights("target")).eos_id
     target = load_frozen(settings, layout, device)
+    sampler = None
     for number, (part, path) in enumerate(zip(parts, paths, strict=True)):
         if deadline.is_over:
             break
         if number % peers.size == peers.rank and not path.is_file():
-            generator = torch.Generator(device=device).manual_seed(settings.seed * 1_000_003 + number)
-            answers = sample_answers(
-                target, [tokens for tokens, _ in part], eos=eos, cap=plan.max_new_tokens, generator=generator
+            sampler = sampler or sampler_of(target, settings, eos)
+            answers = sampler.sample(
+                [tokens.astype(np.int64) for tokens, _ in part],
+                cap=plan.max_new_tokens,
+                seed=settings.seed * 1_000_003 + number,
             )
             rows = zip(part, answers, strict=True)
             Samples.join([(np.concatenate([p, a]), len(p), held) for (p, held), a in rows]).save(path)
+    del sampler  # its states are most of a card's memory
     peers.wait()
     made = [path for path in paths if path.is_file()]
     report = {"stage": "sample", "step": len(made), "steps": len(parts), "done": len(made) == len(parts)}
@@ -98,6 +102,20 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
         report |= join_parts(made, target, settings, layout, device)
     peers.wait()
     return report
+
+
+def sampler_of(target: Target, settings: TrainSettings, end: int) -> Sampler:
+    """Return a sampler for the parts of a run: prompts and answers as long as the plan allows."""
+    plan = settings.sample
+    rows = plan.max_prompt_tokens + plan.max_new_tokens
+    return Sampler(StepTarget(target), end=end, requests=plan.requests, rows=rows)
+
+
+def sample_answers(target: Target, prompts: list[np.ndarray], *, end: int, cap: int, seed: int) -> list[list[int]]:
+    """Return an answer of at most `cap` tokens (the end token included) for each prompt, at temperature 1."""
+    rows = max(len(prompt) for prompt in prompts) + cap
+    sampler = Sampler(StepTarget(target), end=end, requests=len(prompts), rows=rows)
+    return sampler.sample([prompt.astype(np.int64) for prompt in prompts], cap=cap, seed=seed)
 
 
 def join_parts(made: list[Path], target: Target, settings: TrainSettings, layout: Layout, device: str) -> dict:
@@ -136,31 +154,6 @@ def last_answer_start(mask: np.ndarray) -> int:
 
 
 @torch.no_grad()
-def sample_answers(
-    target: Target, prompts: list[np.ndarray], *, eos: int, cap: int, generator: torch.Generator
-) -> list[np.ndarray]:
-    """Return an answer of at most `cap` tokens (an EOS that ends it included) for each prompt, at temperature 1."""
-    device = target.embed_weight.device
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    padded = np.zeros((len(prompts), max(len(prompt) for prompt in prompts)), dtype=np.int64)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    cache = target.new_cache(len(prompts), padded.shape[1] + cap)
-    roots = draw(target.prefill(torch.from_numpy(padded).to(device), lengths, cache).logits[:, 0], generator)
-    alive, emitted = torch.ones_like(roots, dtype=torch.bool), []
-    for count in range(1, cap + 1):
-        emitted.append(torch.where(alive, roots, -1))
-        alive = alive & (roots != eos)
-        if count == cap or not bool(alive.any()):
-            break
-        output = target.verify(DraftTree.root_only(roots), cache)
-        cache.commit(output.scratch, torch.where(alive, 0, -1)[:, None])
-        roots = torch.where(alive, draw(output.logits[:, 0], generator), roots)
-    table = torch.stack(emitted, dim=1).cpu().numpy()
-    return [row[row >= 0].astype(np.uint16) for row in table]
-
-
-@torch.no_grad()
 def answer_entropy(target: Target, rows: Rows) -> float:
     """Return the mean entropy in nats of the target's law at each token of the rows' answers."""
     total, count = 0.0, 0
@@ -172,12 +165,6 @@ def answer_entropy(target: Target, rows: Rows) -> float:
         total += float((-(log_probs.exp() * log_probs).sum(-1) * is_answer).sum())
         count += int(is_answer.sum())
     return total / count
-
-
-def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return one token a row of logits [R, vocab], by exponential races."""
-    race = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator)
-    return (logits.float().softmax(-1) / race).argmax(-1)
 
 
 def split_samples(samples: Samples, settings: TrainSettings, device) -> tuple[Rows, Rows]:

@@ -86,6 +86,7 @@ class TrainSettings:
     max_bytes: int | None = None  # limit of the exported files together
     storage: str = "bfloat16"  # of the exported weights: bfloat16, or int8 rows with scales
     precision: str = "float32"  # what training computes in; the weights it updates are float32
+    keep_outputs: bool = False  # drafter and weaver: the frozen target reads each answer once, not at every step
     gdn: str = "solve"  # form of the gated delta rule over whole sequences, see tfm/train/gdn.py
 
     def digest_fields(self, stage: str) -> dict:
@@ -106,7 +107,18 @@ def load_settings(path: Path | str, *, conversations: int | None = None) -> Trai
 
     Raises ValueError naming key, value and what is allowed."""
     raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    known = {"family", "seed", "text", "target", "sample", "drafter", "weaver", "max_bytes", "train_data"}
+    known = {
+        "family",
+        "seed",
+        "text",
+        "target",
+        "sample",
+        "drafter",
+        "weaver",
+        "max_bytes",
+        "train_data",
+        "keep_outputs",
+    }
     _refuse_unknown("", raw, known | set(NAMED))
     parts = {}
     for stage in ("target", "drafter", "weaver"):
@@ -130,6 +142,7 @@ def load_settings(path: Path | str, *, conversations: int | None = None) -> Trai
             weaver=parts["weaver"],
             weaver_loss=_build("weaver.loss", LossSettings, raw["weaver"].get("loss", {})),
             max_bytes=raw.get("max_bytes"),
+            keep_outputs=raw.get("keep_outputs", False),
             **{key: raw[key] for key in NAMED if key in raw},
         )
     )
@@ -139,6 +152,8 @@ def _check(settings: TrainSettings) -> TrainSettings:
     for key, allowed in NAMED.items():
         if getattr(settings, key) not in allowed:
             raise ValueError(f"{key}: {getattr(settings, key)!r} is not allowed (allowed: {', '.join(allowed)})")
+    if not isinstance(settings.keep_outputs, bool):
+        raise ValueError(f"keep_outputs: {settings.keep_outputs!r} is not allowed (allowed: true, false)")
     if not 1.0 <= settings.sharpen <= 4.0:
         raise ValueError(
             f"target.sharpen: {settings.sharpen!r} is not allowed (allowed: 1.0 to 4.0); 1.0 changes nothing"

@@ -125,6 +125,23 @@ class Llama:
             x = x + F.linear(inner, weights[name + "ffn_down.weight"])
         return self._norm(x, "output_norm.weight")
 
+    @property
+    def device(self) -> torch.device:
+        return self.weights["token_embd.weight"].device
+
+    def new_cache(self, requests: int, rows: int) -> KvCache:
+        return KvCache.empty(self.config, requests, rows, self.weights["token_embd.weight"])
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, cache: KvCache, requests: slice) -> Tensor:
+        """As `tfm.train.sampler.StepModel` has it."""
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        hidden = self.forward(tokens, places, cache.part(requests), tokens.shape[1])
+        return hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
+
+    def step(self, tokens: Tensor, positions: Tensor, cache: KvCache, rows: int) -> Tensor:
+        """As `tfm.train.sampler.StepModel` has it."""
+        return self.forward(tokens[:, None], positions[:, None], cache, rows)[:, 0]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., vocab] of hidden rows [..., hidden]."""
         return F.linear(hidden, self.weights["token_embd.weight"])

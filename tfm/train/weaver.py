@@ -11,7 +11,7 @@ from torch import Tensor
 from tfm import checkpoints
 from tfm.manifest import sha256_file, sha256_weights
 from tfm.target import Target
-from tfm.train.blocks import Blocks, RowMeans, compute_blocks
+from tfm.train.blocks import Blocks, RowMeans, compute_blocks, keep_outputs
 from tfm.train.drafter import VALIDATION_BATCHES, add_marginal_measures
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline, Stage, train
@@ -29,6 +29,8 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
     samples = Samples.load(layout.require(layout.samples, "sample"))
     kept, held = split_samples(samples, settings, device)
     target = load_frozen(settings, layout, device)
+    if settings.keep_outputs:
+        keep_outputs(target, kept, settings.weaver.tokens_per_step)
     dtype = getattr(torch, settings.precision)
     drafter = checkpoints.load_drafter(layout.require(layout.weights("drafter"), "drafter"), device=device, dtype=dtype)
     weaver = Weaver(settings.weaver_model)
