@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tfm.tokenizer import TextTokenizer, encode_prompt, prompt_text
+from tfm.tokenizer import QWEN3, SMOLLM2, TextTokenizer, encode_prompt, prompt_text
 
 SUBSAMPLE_SEED = 20260617
 PROTOCOLS = ("paper", "dflash")
@@ -156,16 +156,20 @@ def render(row: PromptRow, protocol: str) -> str:
     return re.sub(r"\{(turn|tests|starter)\}", lambda match: values[match[1]], template)
 
 
-def template_id(row: PromptRow, preparation: Preparation) -> str:
-    """Return protocol/template/think|direct, the name of everything put around a row's first turn."""
-    mode = "think" if preparation.reasoning else "direct"
+def template_id(row: PromptRow, preparation: Preparation, style: str = QWEN3) -> str:
+    """Return protocol/template/mode, the name of everything put around a row's first turn.
+
+    The mode is think or direct in Qwen3's chat style, else the style's name.
+    """
+    mode = style if style != QWEN3 else "think" if preparation.reasoning else "direct"
     return f"{preparation.protocol}/{template_name(row, preparation.protocol)}/{mode}"
 
 
 def template_sha256(template: str) -> str:
     """Return the sha256 of the whole text of a template id, chat tags included."""
     protocol, name, mode = template.split("/")
-    return _sha256(prompt_text(TEMPLATES[protocol][name], reasoning=mode == "think"))
+    style = SMOLLM2 if mode == SMOLLM2 else QWEN3
+    return _sha256(prompt_text(TEMPLATES[protocol][name], reasoning=mode == "think", style=style))
 
 
 def prepare(
@@ -188,8 +192,8 @@ def prepare(
             room = f"{len(tokens)} prompt tokens + {preparation.max_new_tokens} new > context {preparation.context}"
             skipped.append(SkippedPrompt(row.id, row.index, room))
             continue
-        text = prompt_text(turn, reasoning=preparation.reasoning)
-        name = template_id(row, preparation)
+        text = prompt_text(turn, reasoning=preparation.reasoning, style=tokenizer.style)
+        name = template_id(row, preparation, tokenizer.style)
         prompts.append(
             PreparedPrompt(row.id, row.index, row.dataset, row.domain, row.category, name, _sha256(text), tokens)
         )

