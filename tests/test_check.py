@@ -1,11 +1,13 @@
 """`check` and `bless`: an unchanged tree passes, each planted regression fails by its name and says what to run."""
 
+import difflib
 import json
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import campaign_check
 import pytest
 import torch
 import yaml
@@ -245,6 +247,17 @@ def test_a_slower_kernel_fails_by_its_name_and_only_that_one(copy, tmp_path, cap
     assert all(name.startswith("kernel_us_fused_cuda_") and "plain" not in name for name in failed)
     assert "slower by 25%" in failed["kernel_us_fused_cuda_random_T64"] and "bench.py" in failed[min(failed)]
     assert "a kernel is slower than published" in capsys.readouterr().err
+
+
+def test_the_kernel_that_is_planted_on_a_card_differs_by_one_launch(tmp_path):
+    planted = campaign_check.plant(tmp_path / "code")
+    lines = (planted / "kernels/gdn/csrc/tree_verify.cu").read_text().splitlines()
+    before = (ROOT / "kernels/gdn/csrc/tree_verify.cu").read_text().splitlines()
+    added = [line for line in difflib.ndiff(before, lines) if line[0] in "+-"]
+    assert len(added) == 1 and added[0].startswith("+   tfm::launch(kernel, grid, ") and added[0].endswith(", args);")
+    shapes = {f"random_T{rows}" for rows in (64, 65, 128)}
+    assert {name.rpartition("cuda_")[2] for name in campaign_check.SLOWED} <= shapes
+    assert "SIZES = (64, 65, 128)" in (planted / campaign_check.BENCH).read_text()
 
 
 @pytest.mark.parametrize("share", [1.0, 1.05, 0.5])
