@@ -245,9 +245,16 @@ def check_tensors(
             raise ValueError(f"{name}: on {tensor.device} (allowed: the CUDA device of the state); move it there")
 
 
+def row_distance(tensor: Tensor) -> int:
+    """Return how many elements apart the rows of [R, T, ..] lie; a dimension of one row says nothing about it."""
+    if tensor.shape[1] > 1:
+        return tensor.stride(1)
+    return tensor.stride(0) if len(tensor) > 1 else tensor[0, 0].numel()
+
+
 def _has_even_rows(tensor: Tensor, vectors: bool) -> bool:
     # [R, T, ..]: every row contiguous, all rows one distance apart, which keeps vectors aligned
-    distance = tensor.stride(1)
+    distance = row_distance(tensor)
     is_even = len(tensor) == 1 or tensor.stride(0) == tensor.shape[1] * distance
     return tensor[0, 0].is_contiguous() and is_even and not (vectors and distance * tensor.element_size() % 16)
 

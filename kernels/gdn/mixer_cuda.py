@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from tfm_kernels.gdn import fused_cuda
-from tfm_kernels.gdn.fused_cuda import DEFAULT_PRECISION, DIM, MAX_ROWS, check_tensors, library_of, raise_for
+from tfm_kernels.gdn.fused_cuda import (
+    DEFAULT_PRECISION,
+    DIM,
+    MAX_ROWS,
+    check_tensors,
+    library_of,
+    raise_for,
+    row_distance,
+)
 
 WIDTH = 4  # of the convolution
 
@@ -88,14 +96,14 @@ def mixer_into(
     with torch.cuda.device(inputs.state.device):
         stream = torch.cuda.current_stream().cuda_stream
         pointers = [x.data_ptr() for x in before + written]
-        strides = [x.stride(1) for x in (inputs.mixed, inputs.decay, inputs.write)]
+        strides = [row_distance(x) for x in (inputs.mixed, inputs.decay, inputs.write)]
         raise_for(lib, lib.tfm_prepare(*pointers, requests, rows, heads, value_heads, *strides, stream), "prepare")
         fused_cuda.tree_verify_into(
             b.q, b.k, b.v, b.log_decay, b.beta, inputs.parents, inputs.state, b.out, b.u, b.path_log_decay,
             precision=precision,
         )  # fmt: skip
         pointers = [x.data_ptr() for x in (b.out, inputs.gate, weights.norm, b.normed)]
-        sizes = (requests * rows * value_heads, value_heads, inputs.gate.stride(1))
+        sizes = (requests * rows * value_heads, value_heads, row_distance(inputs.gate))
         raise_for(lib, lib.tfm_gated_norm(*pointers, weights.eps, *sizes, stream), "gated_norm")
 
 
@@ -159,12 +167,13 @@ class Commit:
                 "inputs": (layer.inputs, (requests, self.rows, channels), (kind,)),
             }
             check_tensors(expected, first.state.device, strided=("inputs",))
-            if layer.inputs.stride(1) != first.inputs.stride(1):
+            apart, allowed = row_distance(layer.inputs), row_distance(first.inputs)
+            if apart != allowed:
                 raise ValueError(
-                    f"inputs: rows {layer.inputs.stride(1)} apart are not allowed (allowed: {first.inputs.stride(1)}, "
+                    f"inputs: rows {apart} apart are not allowed (allowed: {allowed}, "
                     "as in the first layer); give all layers' inputs one distance"
                 )
-        self.input_bytes = first.inputs.stride(1) * kind.itemsize
+        self.input_bytes = row_distance(first.inputs) * kind.itemsize
         self.layers = list(layers)  # keeps the addresses alive
         addresses = [[getattr(layer, field.name).data_ptr() for field in fields(CommitLayer)] for layer in layers]
         self.table = torch.tensor(addresses, dtype=torch.int64, device=first.state.device)
