@@ -16,17 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels.dot_triton import dot
+
 CHOICES = Path(__file__).parent / "linear_choices.json"
 MAX_ROWS = 192
-
-
-@triton.jit
-def _probe():
-    pass
-
-
-# the interpreter multiplies the bits of bf16 operands as integers, so there they are widened first
-_INTERPRETED = tl.constexpr(type(_probe).__name__ == "InterpretedFunction")
 
 
 @dataclass(frozen=True)
@@ -42,24 +35,17 @@ class Choice:
 
 
 @triton.jit
-def _dot(a, b, acc):
-    if _INTERPRETED or a.dtype == tl.float32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc=acc)
-
-
-@triton.jit
 def _store(acc, out_p, first, out_row, M, OUT, SIZE: tl.constexpr):
     token = first + tl.arange(0, SIZE)
     inside = (out_row < OUT)[:, None] & (token < M)[None, :]
     tl.store(out_p + token[None, :].to(tl.int64) * OUT + out_row[:, None], acc.to(out_p.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# rows and splits are plain numbers: one compiled kernel serves every count of either
+@triton.jit(do_not_specialize=["M", "SPLITS"])
 def _linear_kernel(
-    x_p, weight_p, out_p, M, OUT, IN, x_stride, FIRST: tl.constexpr, SECOND: tl.constexpr, HAS_SECOND: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    x_p, weight_p, out_p, M, OUT, IN, x_stride, SPLITS, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    HAS_SECOND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     # grid (blocks of the weight's rows, splits of the inner dimension); `out` has one plane a split
     block, split = tl.program_id(0), tl.program_id(1)
@@ -74,10 +60,10 @@ def _linear_kernel(
     for k in range(low, high, BK):
         tile = tl.load(weights + k, mask=(out_row < OUT)[:, None], other=0.0, eviction_policy="evict_first")
         x = tl.load(x_p + first[:, None] * x_stride + (k + lane)[None, :], mask=(first < M)[:, None], other=0.0)
-        acc = _dot(tile, tl.trans(x), acc)
+        acc = dot(tile, tl.trans(x), acc)
         if HAS_SECOND:
             y = tl.load(x_p + second[:, None] * x_stride + (k + lane)[None, :], mask=(second < M)[:, None], other=0.0)
-            more = _dot(tile, tl.trans(y), more)
+            more = dot(tile, tl.trans(y), more)
     out_p += split.to(tl.int64) * M * OUT
     _store(acc, out_p, 0, out_row, M, OUT, FIRST)
     if HAS_SECOND:
@@ -114,8 +100,9 @@ def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = Non
     out = x.new_empty(rows, out_rows) if out is None else out
     parts = out if choice.splits == 1 else x.new_empty(choice.splits, rows, out_rows, dtype=torch.float32)
     _linear_kernel[(triton.cdiv(out_rows, choice.block_out), choice.splits)](
-        x, weight, parts, rows, out_rows, inner, x.stride(0), FIRST=first, SECOND=second or 16, HAS_SECOND=second > 0,
-        BN=choice.block_out, BK=choice.block_in, SPLITS=choice.splits, num_warps=choice.warps, num_stages=choice.stages,
+        x, weight, parts, rows, out_rows, inner, x.stride(0), choice.splits, FIRST=first, SECOND=second or 16,
+        HAS_SECOND=second > 0, BN=choice.block_out, BK=choice.block_in, num_warps=choice.warps,
+        num_stages=choice.stages,
     )  # fmt: skip
     if choice.splits > 1:
         count = rows * out_rows
@@ -124,8 +111,8 @@ def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = Non
 
 
 def key_of(rows: int, out_rows: int, inner: int) -> str:
-    """Return the name of a shape in the table of choices: tokens as they are padded."""
-    return f"{sum(token_blocks(rows))}x{out_rows}x{inner}"
+    """Return the name of a shape in the table of choices: tokens as they are padded, one apart, as torch has it."""
+    return f"{rows if rows == 1 else sum(token_blocks(rows))}x{out_rows}x{inner}"
 
 
 @functools.cache
@@ -144,8 +131,9 @@ def write_choices(path: Path, choices: dict[str, Choice], facts: dict) -> None:
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Return x [M, in] times weight [out, in] transposed in the form that was measured fastest; `out` is filled."""
-    rows = x.shape[0]
-    choice = measured_choices().get(key_of(rows, *weight.shape)) if rows <= MAX_ROWS else None
+    rows, choice = x.shape[0], None
+    if rows <= MAX_ROWS and x.dtype == torch.bfloat16:  # the type that was measured
+        choice = measured_choices().get(key_of(rows, *weight.shape))
     if choice is None or choice.form == "torch":
         return torch.nn.functional.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
     return multiply(x, weight, choice, out)

@@ -14,34 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels.dot_triton import dot
 from tfm_kernels.tree_attention import TreeMask
 
 PROGRAMS = 128  # aimed at: one a multiprocessor of an H200
 MAX_SPLITS = 32
+NARROWEST = 128  # bytes of a row of shared memory: Triton 3.6 reads past narrower ones (NOTES.md)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
-def _probe():
-    pass
-
-
-# the interpreter multiplies the bits of bf16 operands as integers, so there they are widened first
-_INTERPRETED = tl.constexpr(type(_probe).__name__ == "InterpretedFunction")
-
-
-@triton.jit
-def _dot(a, b, acc):
-    if _INTERPRETED or a.dtype == tl.float32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc=acc)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def _split_kernel(
-    query_p, keys_p, values_p, committed_p, own_p, depths_p, part_p, stats_p, N, ROWS, memory_stride, scale,
-    G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    query_p, keys_p, values_p, committed_p, own_p, depths_p, part_p, stats_p, N, ROWS, SPLITS, memory_stride, scale,
+    G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     split, block, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(committed_p)
@@ -79,14 +64,14 @@ def _split_kernel(
             own = tl.load(own_p + node[:, None] * N + behind[None, :], mask=is_own[None, :] & is_row[:, None], other=0)
             seen = seen | (own != 0)
         seen = seen & is_key[None, :]
-        scores = _dot(query, tl.trans(keys), tl.zeros((BM, BN), tl.float32)) * (scale * _LOG2_E)
+        scores = dot(query, tl.trans(keys), tl.zeros((BM, BN), tl.float32)) * (scale * _LOG2_E)
         scores = tl.where(seen, scores, -1.0e30)
         top = tl.maximum(best, tl.max(scores, axis=1))
         weights = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
         shrink = tl.exp2(best - top)
         weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
         values = tl.load(values_p + at, mask=is_key[:, None], other=0.0)
-        acc = _dot(weights.to(values.dtype), values, acc * shrink[:, None])
+        acc = dot(weights.to(values.dtype), values, acc * shrink[:, None])
         best = top
     place = (split * tl.num_programs(2) + kv).to(tl.int64) * ROWS + row
     tl.store(part_p + place[:, None] * D + lane[None, :], acc, mask=is_row[:, None])
@@ -162,16 +147,21 @@ def attend(
     *,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Return [N, H * D] as tfm_kernels.tree_attention.attend."""
+    """Return [N, H * D] as tfm_kernels.tree_attention.attend. Raises ValueError for heads that a GPU cannot take."""
     (heads, nodes, dim), kv_heads = query.shape, keys.shape[0]
+    if query.is_cuda and query.dtype != torch.float32 and dim * query.element_size() < NARROWEST:
+        least = NARROWEST // query.element_size()
+        raise ValueError(
+            f"head_dim: {dim} is not allowed for {query.dtype} on a GPU (allowed: {least} or more); use attention torch"
+        )
     group = heads // kv_heads
     rows, query = group * nodes, query.contiguous()
     cut = tiling or choose_tiling(rows, kv_heads, dim)
     parts = torch.empty(cut.splits, kv_heads, rows, dim, dtype=torch.float32, device=query.device)
     stats = torch.empty(cut.splits, kv_heads, rows, 2, dtype=torch.float32, device=query.device)
     _split_kernel[(cut.splits, triton.cdiv(rows, cut.rows), kv_heads)](
-        query, keys, values, mask.committed, mask.own, mask.depths, parts, stats, nodes, rows, keys.stride(0),
-        dim**-0.5, G=group, D=dim, WINDOW=mask.window, SPLITS=cut.splits, BM=cut.rows, BN=cut.keys, num_warps=cut.warps,
+        query, keys, values, mask.committed, mask.own, mask.depths, parts, stats, nodes, rows, cut.splits,
+        keys.stride(0), dim**-0.5, G=group, D=dim, WINDOW=mask.window, BM=cut.rows, BN=cut.keys, num_warps=cut.warps,
         num_stages=cut.stages,
     )  # fmt: skip
     out = query.new_empty(nodes, heads * dim)

@@ -84,18 +84,18 @@ def cases():
     yield "split_heads", rows_triton._split_heads_kernel, heads, {}, 2, 3
     for nodes, (h, kv, dim, window) in ((1, (24, 4, 256, 0)), (65, (24, 4, 256, 0)), (16, (32, 8, 128, 2048))):
         cut = tree_attention_triton.choose_tiling(h // kv * nodes, kv, dim)
-        shape = {"G": h // kv, "D": dim, "SPLITS": cut.splits}
+        shape = {"G": h // kv, "D": dim}
         tile = shape | {"WINDOW": window, "BM": cut.rows, "BN": cut.keys}
         kernel, kinds = tree_attention_triton._split_kernel, {"own_p": "*u8"}
         yield f"attention_{nodes}_{dim}", kernel, tile, kinds, cut.warps, cut.stages
-        join = shape | {"H": h, "SPLITS_BLOCK": 32, "HAS_GATE": window == 0}
+        join = shape | {"H": h, "SPLITS": cut.splits, "SPLITS_BLOCK": 32, "HAS_GATE": window == 0}
         yield f"join_{nodes}_{dim}", tree_attention_triton._join_kernel, join, {"out_p": "*bf16"}, 4, 3
     chunk = {"CHUNK": sampling_triton.CHUNK, "BLOCK": sampling_triton.BLOCK, "HAS_NOISE": True}
     yield "draw_chunks", sampling_triton._chunk_kernel, chunk, {"keys_p": "*i64"}, 4, 3
     yield "draw_rows", sampling_triton._row_kernel, {"BLOCK": 32}, {}, 1, 3
     for rows in (1, 16, 65):
         first, second = linear_triton.token_blocks(rows)
-        tile = {"FIRST": first, "SECOND": second or 16, "HAS_SECOND": second > 0, "BN": 64, "BK": 128, "SPLITS": 2}
+        tile = {"FIRST": first, "SECOND": second or 16, "HAS_SECOND": second > 0, "BN": 64, "BK": 128}
         yield f"linear_{rows}", linear_triton._linear_kernel, tile, {}, 4, 4
     yield "linear_sum", linear_triton._sum_kernel, {"SPLITS": 2, "BLOCK": 1024}, {"out_p": "*bf16"}, 4, 3
     yield "heap", best_first_triton._heap_kernel, {"BLOCK": 128}, {}, 1, 3

@@ -4,6 +4,7 @@ Runs where triton is installed and TRITON_INTERPRET=1 is set (.ci/run does both,
 is there.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -123,7 +124,8 @@ def test_heads_are_normed_rotated_and_stored_as_in_torch(dtype, has_gate, rotary
     ],
 )
 def test_tree_attention_equals_the_dense_mask(dtype, nodes, heads, kv_heads, committed, window):
-    dim, capacity = 32, committed + nodes + 9
+    # a GPU takes rows of 128 bytes or more
+    dim, capacity = 32 if INTERPRETED or dtype == torch.float32 else 64, committed + nodes + 9
     parents = random_parents(nodes)
     own = ancestor_mask(parents)[0]
     mask = tree_attention.TreeMask(torch.tensor([committed], device=DEVICE), own, own.sum(-1) - 1, window)
@@ -140,6 +142,16 @@ def test_tree_attention_equals_the_dense_mask(dtype, nodes, heads, kv_heads, com
             cut = cut if splits is None else tree_attention_triton.Tiling(cut.rows, 16, splits, cut.warps, cut.stages)
             got = tree_attention_triton.attend(query, keys, values, prepared, given, tiling=cut)
             close(got, expected, dtype)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes any width")
+def test_heads_too_narrow_for_a_gpu_are_refused():
+    """Triton 3.6 reads past rows of shared memory under 128 bytes: NaN, or a fault of the launch."""
+    own = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
+    mask = tree_attention.TreeMask(torch.tensor([3], device=DEVICE), own, own[0].long() - 1)
+    rows = draw(2, 1, 32, dtype=torch.bfloat16), *(draw(2, 8, 32, dtype=torch.bfloat16) for _ in range(2))
+    with pytest.raises(ValueError, match="head_dim: 32 .*allowed: 64 or more"):
+        tree_attention_triton.attend(*rows, tree_attention_triton.prepare_mask(mask, 8))
 
 
 @pytest.mark.parametrize("vocab", [700, 9001])
@@ -181,7 +193,7 @@ def test_products_of_few_rows(rows, splits, dtype):
 
 
 def test_a_shape_that_was_not_measured_goes_to_torch(tmp_path):
-    assert [linear_triton.key_of(rows, 8, 4) for rows in (1, 16, 33, 65)] == ["16x8x4", "16x8x4", "64x8x4", "80x8x4"]
+    assert [linear_triton.key_of(rows, 8, 4) for rows in (1, 15, 33, 65)] == ["1x8x4", "16x8x4", "64x8x4", "80x8x4"]
     choices = {"16x8x4": linear_triton.Choice("triton", 16, 64, 2, 4, 3)}
     linear_triton.write_choices(tmp_path / "choices.json", choices, {"device": "none"})
     assert linear_triton.measured_choices(tmp_path / "choices.json") == choices
@@ -232,11 +244,14 @@ SETTINGS = {
 @pytest.mark.parametrize("temperature", [1.0] if INTERPRETED else [0.0, 1.0])
 @pytest.mark.parametrize("name", ["ddtree", "dartree", "tfm_shallow"] if INTERPRETED else list(SETTINGS))
 def test_all_fast_forms_together_make_the_records_of_the_reference_loop(name, temperature):
-    models = random_family()
+    models = random_family(gdn_dim=16)
     settings = {"method": name, "temperature": temperature, "max_new_tokens": 4, "seed": 2, **SETTINGS[name]}
     config, prompts = DecodeConfig(**settings), prompts_of(models, (19,))
     expected = run_reference(models, config, prompts)
     models = type(models)(*(part.to(DEVICE) for part in (models.target, models.drafter, models.weaver)))
+    if not INTERPRETED:
+        # solve_triangular may leave the stream, which a capture forbids
+        config = dataclasses.replace(config, gdn_backend="recurrent_triton")
     forms = FAST if INTERPRETED else {**FAST, "graphs": True}
     assert_same_records(run_static(models, config, prompts, **forms), expected, log_prob_tolerance=1e-4)
 

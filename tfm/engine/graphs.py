@@ -54,9 +54,8 @@ class Part:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Tensor | None = None
 
-    def warm_up(self) -> None:
-        """Run on a side stream, as a capture will."""
-        stream = torch.cuda.Stream()
+    def warm_up(self, stream: torch.cuda.Stream) -> None:
+        """Run on a side stream, as a capture will; libraries keep a workspace for every stream."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._function()

@@ -135,10 +135,11 @@ class StaticStep:
                 self.drafter.pending_count.copy_(result.accepted + 1)
 
     def _capture(self) -> None:
+        stream = torch.cuda.Stream()
         for _ in range(WARM_UPS):
             self._reset()
             for part in self._parts:
-                part.warm_up()
+                part.warm_up(stream)
         self._reset()
         for part in self._parts:
             part.capture()

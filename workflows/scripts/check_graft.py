@@ -5,7 +5,8 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,10 +14,13 @@ from decode_cell import check_weights
 
 from baselines.inputs import pins
 from baselines.loading import load_models
-from baselines.methods import resolve
+from baselines.methods import METHODS, resolve
+from baselines.static_methods import make_static_proposer
 from tfm import device, graft_shape
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, Step, decode
+from tfm.engine.forms import TORCH, Forms
+from tfm.engine.loop import Engine
 from tfm.manifest import write_json
 from tfm.prompt_sources import load_prompt_set
 from tfm.prompts import Preparation, prepare
@@ -26,9 +30,10 @@ from tfm.tokenizer import load_tokenizer
 DESCRIPTION = """
 Reads the plan of a suite with a graft (snakemake makes it: results/<suite>/plan.json) and the source's weights. In
 float32, at a part of the shape's layers, and in bfloat16 at all of them, it builds the graft and decodes the suite's
-first prompts with every method, with source and graft side by side. Writes sizes, seconds, peak memory and every
-difference to --out. Exit 1 when float32 outputs differ, when an output parts from ar's of the same models elsewhere
-than at a near tie, or when padding is emitted. Needs what run_cells.py needs, and PyYAML.
+first prompts with every method: the reference loop with source and graft side by side, and the static engine with the
+graft (on a GPU with its fast forms). Writes sizes, seconds, peak memory and every difference to --out. Exit 1 when
+float32 outputs differ, when an output parts from ar's of the same models elsewhere than at a near tie, or when padding
+is emitted. Needs what run_cells.py needs, and PyYAML.
 """
 # of scores: two ways to one in bfloat16, each ending in a rounding; the sum of many float32 roundings
 NEAR_TIE_ULPS, NEAR_TIE_FLOAT32 = 2, 1e-4
@@ -44,6 +49,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=32, help="new tokens a prompt (default: 32)")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     plan = json.loads(options.plan.read_text())
     config, cells = plan["config"], first_cells(plan)
     for cell in cells:
@@ -56,8 +62,7 @@ def main() -> int:
         shallow = shallower(config, options.shallow_layers)
         for name, shape in (("float32", shallow), ("bfloat16", config["graft"])):
             report[name] = compare(cells, shape, prompts, options, dtype=getattr(torch, name), where=where)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.out, report)
+            write_json(options.out, report)
     wrong = [f"{name}: {text}" for name in ("float32", "bfloat16") for text in report[name]["wrong"]]
     print("\n".join(wrong), file=sys.stderr)
     print(json.dumps({"out": str(options.out), "wrong": len(wrong)}))
@@ -109,6 +114,8 @@ def shallower(config: dict, layers: int) -> dict:
 
 def compare(cells: list[dict], shape: dict, prompts: list[Prompt], options, *, dtype: torch.dtype, where) -> dict:
     """Return what the graft of one dtype costs and where it differs from its source of that dtype."""
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
     start, before = time.perf_counter(), allocated(where)
     weights = {part: folder for cell in cells for part, folder in cell["weights"].items()}
     wide = load_models(weights, device=where, dtype=dtype, graft=shape)
@@ -116,19 +123,32 @@ def compare(cells: list[dict], shape: dict, prompts: list[Prompt], options, *, d
     built["seconds"] = round(time.perf_counter() - start, 2)
     built["weights_gib"] = round(sum(map(size_of, (wide.target, wide.drafter, wide.weaver))) / 2**30, 2)
     source = load_models(weights, device=where, dtype=dtype)
-    runs, wrong, expected = {}, [], {}
+    runs, wrong, expected, vocab = {}, [], {}, source.target.config.vocab_size
     for cell in cells:
         settings, name = decode_config(cell, options, dtype), f"{cell['variant']} {cell['setting']}"
-        ours, theirs = (Run.of(models, settings, prompts) for models in (wide, source))
+        ours, theirs = (Run.of(models, settings, prompts, vocab) for models in (wide, source))
         ar = expected.setdefault(cell["setting"], ours.outputs)  # ar's cells come first
         found = {
             "same_as_source": sum(ours.outputs[key] == theirs.outputs[key] for key in theirs.outputs),
             "steps": [len(ours.steps), len(theirs.steps)],
-            "logits": logit_differences(ours.steps, theirs.steps, source.target.config.vocab_size),
+            "logits": logit_differences(ours, theirs),
             "parts_from_ar": [found for p in prompts if (found := difference(wide, p, ar, ours.outputs, settings))],
         }
-        runs[name] = found
+        print(name, found["same_as_source"], found["steps"], found["logits"], flush=True)
         wrong += [f"{name}: {text}" for text in verdicts(found, ours, source, dtype)]
+        try:
+            static = static_run(wide, settings, prompts)
+        except Exception:
+            # the other methods are still worth the machine's time; the exit status tells
+            wrong.append(f"{name}: the static engine failed: {traceback.format_exc()}")
+        else:
+            found["static"] = static["facts"]
+            found["static"]["parts_from_ar"] = [
+                far for p in prompts if (far := difference(wide, p, ar, static["outputs"], settings))
+            ]
+            wrong += [f"{name}, static engine: {text}" for text in far_from_ar(found["static"])]
+            print(name, "static", found["static"], flush=True)
+        runs[name] = found
     return {"built": built, "runs": runs, "wrong": wrong, "peak_gib": peak_gib(where, before)}
 
 
@@ -140,19 +160,25 @@ def decode_config(cell: dict, options, dtype: torch.dtype) -> DecodeConfig:
     return DecodeConfig(**{**cell["decode"], **changed})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """Outputs and steps of one method on all prompts; a step is its tree and the target's rows, on the host."""
+    """Outputs and steps of one method on all prompts; a step is its tree and the target's live logits, on the host."""
 
     outputs: dict[str, list[int]]
     steps: list[tuple[torch.Tensor, torch.Tensor]]
+    padding_is_off: bool = True  # no row had a logit at a padded id
 
     @staticmethod
-    def of(models: Models, settings: DecodeConfig, prompts: list[Prompt]) -> "Run":
+    def of(models: Models, settings: DecodeConfig, prompts: list[Prompt], vocab: int) -> "Run":
+        """Decode with the reference loop; ids from `vocab` on are padding."""
         found = Run({}, [])
 
         def look(step: Step) -> None:
-            found.steps.append((torch.stack([step.tree.tokens, step.tree.parents]).cpu(), step.logits.float().cpu()))
+            # looked at on the device: 65 rows of 248,320 logits are 64 MB a step
+            padding = step.logits[..., vocab:]
+            found.padding_is_off = found.padding_is_off and bool((padding == -torch.inf).all())
+            tree = torch.stack([step.tree.tokens, step.tree.parents]).cpu()
+            found.steps.append((tree, step.logits[..., :vocab].float().cpu()))
 
         def finish(trace) -> None:
             found.outputs[trace.id] = trace.output_tokens
@@ -162,14 +188,15 @@ class Run:
         return found
 
 
-def logit_differences(ours: list, theirs: list, vocab: int) -> dict:
+def logit_differences(ours: Run, theirs: Run) -> dict:
     """Return how far the live logits of steps with equal trees lie apart, and whether padding had any."""
-    pairs = [(a, b) for (tree, a), (other, b) in zip(ours, theirs, strict=False) if torch.equal(tree, other)]
-    largest = max((float((a[..., :vocab] - b).abs().max()) for a, b in pairs), default=None)
+    steps = zip(ours.steps, theirs.steps, strict=False)
+    pairs = [(a, b) for (tree, a), (other, b) in steps if torch.equal(tree, other)]
+    largest = max((float((a - b).abs().max()) for a, b in pairs), default=None)
     rows = sum(b[..., 0].numel() for _, b in pairs)
-    same = sum(int((a[..., :vocab].argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
-    padded = all(bool((logits[..., vocab:] == -torch.inf).all()) for _, logits in ours)
-    return {"steps": len(pairs), "largest": largest, "rows": rows, "same_first_choice": same, "padding_is_off": padded}
+    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
+    found = {"steps": len(pairs), "largest": largest, "rows": rows, "same_first_choice": same}
+    return found | {"padding_is_off": ours.padding_is_off}
 
 
 def difference(models: Models, prompt: Prompt, expected: dict, got: dict, settings: DecodeConfig) -> dict | None:
@@ -199,8 +226,7 @@ def verdicts(found: dict, ours: Run, source: Models, dtype: torch.dtype) -> list
     vocab, wrong = source.target.config.vocab_size, []
     if not found["logits"]["padding_is_off"] or any(token >= vocab for row in ours.outputs.values() for token in row):
         wrong.append("padding of the vocabulary has a logit or was emitted")
-    far = [f"{d['prompt']} at {d['at']}, gap {d['gap']:.2g}" for d in found["parts_from_ar"] if not d["is_near_tie"]]
-    wrong += [f"parts from ar at no near tie: {text}" for text in far]
+    wrong += far_from_ar(found)
     if dtype == torch.float32:
         largest, count = found["logits"]["largest"], len(ours.outputs)
         if largest is None or not largest <= ALLOWED_FLOAT32:
@@ -208,6 +234,35 @@ def verdicts(found: dict, ours: Run, source: Models, dtype: torch.dtype) -> list
         if found["same_as_source"] != count:
             wrong.append(f"{count - found['same_as_source']} of {count} outputs are not the source's")
     return wrong
+
+
+def far_from_ar(found: dict) -> list[str]:
+    """Return where outputs part from ar's although no near tie is there."""
+    far = [f"{d['prompt']} at {d['at']}, gap {d['gap']:.2g}" for d in found["parts_from_ar"] if not d["is_near_tie"]]
+    return [f"parts from ar at no near tie: {text}" for text in far]
+
+
+def static_run(models: Models, settings: DecodeConfig, prompts: list[Prompt]) -> dict:
+    """Return the static engine's outputs by prompt, and facts of its steps (times beside other work mean little)."""
+    where, dtype = models.target.embed_weight.device, models.target.embed_weight.dtype
+    forms = Forms()
+    if where.type == "cuda":
+        # solve_triangular may leave the stream that is captured; float32 rows of 256 overfill the attention's tiles
+        is_low = dtype == torch.bfloat16
+        forms = Forms.fast() if is_low else replace(Forms.fast(), attention=TORCH)
+        settings = replace(settings, gdn_backend="fused_cuda" if is_low else "recurrent_triton")
+    parts = METHODS[settings.method].parts_for(settings)
+    models = Models(
+        models.target, *(getattr(models, part) if part in parts else None for part in ("drafter", "weaver"))
+    )
+    capacity, done = max(len(prompt.tokens) for prompt in prompts) + settings.max_new_tokens, []
+    proposer = make_static_proposer(settings, models, forms)
+    engine = Engine(models, settings, proposer=proposer, capacity=capacity, forms=forms, clock="wall")
+    engine.decode(prompts, on_finish=done.append)
+    steps = sum(len(trace.steps) for trace in done)
+    tokens = sum(len(trace.output_tokens) - 1 for trace in done)
+    facts = {"steps": steps, "tokens_a_step": tokens / steps, "ms_a_step": sum(t.decode_us for t in done) / steps / 1e3}
+    return {"outputs": {trace.id: trace.output_tokens for trace in done}, "facts": facts}
 
 
 def size_of(model: torch.nn.Module) -> int:

@@ -1,134 +1,180 @@
-"""Search the tiles of few-row products and of tree attention at the paper's shapes, against torch's own form."""
+"""Search the tiles of few-row products and of tree attention at a shape, against torch's own form."""
 
 import itertools
 import statistics
 import time
 
 import torch
-from engine_shapes import FFN, HIDDEN, VOCAB
+from engine_arms import mark, span_ms, synchronise
+from engine_shapes import Sizes
 
 from tfm_kernels import linear_triton, tree_attention, tree_attention_triton
 from tfm_kernels.gdn.ops import ancestor_mask
 from tfm_kernels.linear_triton import Choice
 
-# [out, in] of the products of a step, the largest part of a step's bytes first
-SHAPES = {
-    "gate_up": (2 * FFN, HIDDEN),
-    "down": (HIDDEN, FFN),
-    "gdn_in": (10_240 + 6_144 + 96, HIDDEN),
-    "head": (VOCAB, HIDDEN),
-    "gdn_out": (HIDDEN, 6_144),  # the attention's output has the same shape
-    "attention_in": (2 * 6_144 + 2_048, HIDDEN),
-    "drafter_in": (4_096 + 2_048, HIDDEN),
-    "drafter_out": (HIDDEN, 4_096),
-    "drafter_fc": (HIDDEN, 5 * HIDDEN),
-    "weaver_qkv": (6_144, 2_048),
-    "weaver_out": (2_048, 2_048),
-}
-ROWS = {"gdn": (1, 16, 65), "attention": (1, 16, 65), "gate": (1, 16, 65), "down": (1, 16, 65), "head": (1, 16, 65)}
-ROWS |= {"drafter": (16, 32), "weaver": (4,)}
+TREE_ROWS, CHAIN_ROWS = 65, 16
+OTHER_ROWS = (17, 33, 129)  # of the sweep of budgets: searched when the rest is done
 COLD_BYTES = 160 * 2**20  # weights in turn: three times the L2 cache
 SLACK = 0.98  # our form must be this much faster to be taken
+BLOCK_SHARED = 220 * 1024  # bytes of shared memory that the stages of a tile may take
 
 
-def measure_products(where: torch.device, options) -> list[dict]:
+def product_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, int], tuple[int, ...]]]:
+    """Return ([out, in], row counts) of a step's products by name, the largest part of a step's bytes first."""
+    heads, kv = (count * sizes.head_dim for count in sizes.heads)
+    keys, values = (count * sizes.gdn_dim for count in sizes.gdn_heads)
+    drafter, drafter_kv = (count * sizes.drafter_dim for count in sizes.drafter_heads)
+    target, block = (1, CHAIN_ROWS, TREE_ROWS), (CHAIN_ROWS, 2 * CHAIN_ROWS)
+    return {
+        "gate_up": ((2 * sizes.inner, sizes.hidden), target),
+        "down": ((sizes.hidden, sizes.inner), target),
+        "gdn_in": ((2 * keys + 2 * values + 2 * sizes.gdn_heads[1], sizes.hidden), target),
+        "head": ((sizes.vocab, sizes.hidden), target),
+        "gdn_out": ((sizes.hidden, values), target),  # the attention's output has the same shape in the paper's model
+        "attention_in": ((2 * heads + 2 * kv, sizes.hidden), target),
+        "drafter_in": ((drafter + 2 * drafter_kv, sizes.hidden), block),
+        "drafter_out": ((sizes.hidden, drafter), (CHAIN_ROWS,)),
+        "drafter_fc": ((sizes.hidden, 5 * sizes.hidden), (CHAIN_ROWS,)),
+        "weaver_qkv": ((3 * sizes.rank, sizes.rank), (4,)),
+        "weaver_out": ((sizes.rank, sizes.rank), (4,)),
+    }
+
+
+def run_products(where: torch.device, options, sizes: Sizes) -> list[dict]:
     """Return one row a shape and row count; writes the choices of those where our form wins to --out."""
     deadline, rows, choices = time.monotonic() + options.seconds, [], {}
-    for name, (out_rows, inner) in SHAPES.items():
-        count = max(2, -(-COLD_BYTES // (2 * out_rows * inner)))
+    cold = COLD_BYTES if where.type == "cuda" else 0
+    for name, (out_rows, inner), counts in _passes(sizes):
+        count = max(2, -(-cold // (2 * out_rows * inner)))
         weights = [torch.randn(out_rows, inner, device=where, dtype=torch.bfloat16) for _ in range(count)]
-        for tokens in ROWS[name.split("_")[0]]:
+        for tokens in counts:
+            if time.monotonic() > deadline:
+                print(name, tokens, "left out: --seconds are over", flush=True)
+                break
             x = torch.randn(tokens, inner, device=where, dtype=torch.bfloat16)
             row = _measure(x, weights, deadline)
             rows.append({"name": name, "tokens": tokens, "out": out_rows, "in": inner, **row})
-            print(name, tokens, {key: row[key] for key in ("torch_us", "ours_us", "floor_us", "choice")}, flush=True)
+            shown = {key: round(row[key], 1) for key in ("torch_us", "ours_us") if row[key] is not None}
+            print(name, tokens, shown, row["choice"], f"tried {len(row['tried'])}", flush=True)
             if row["ours_us"] is not None and row["ours_us"] < SLACK * row["torch_us"]:
                 choices[linear_triton.key_of(tokens, out_rows, inner)] = Choice(**row["choice"])
-        linear_triton.write_choices(
-            options.out / "linear_choices.json", choices, {"device": torch.cuda.get_device_name(where)}
-        )
+        facts = {"device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"}
+        linear_triton.write_choices(options.out / "linear_choices.json", choices, facts)
     return rows
+
+
+def _passes(sizes: Sizes):
+    shapes = product_shapes(sizes)
+    yield from ((name, shape, counts) for name, (shape, counts) in shapes.items())
+    yield from ((name, shape, OTHER_ROWS) for name, (shape, counts) in shapes.items() if TREE_ROWS in counts)
 
 
 def _measure(x: torch.Tensor, weights: list[torch.Tensor], deadline: float) -> dict:
     expected = torch.nn.functional.linear(x, weights[0]).float()
-    best, best_us, errors = None, None, []
-    for choice in _candidates(x.shape[0], *weights[0].shape):
+    torch_us = replay_us(lambda w: torch.nn.functional.linear(x, w), weights)
+    tried, errors = [], []
+    for choice in candidates(x.shape[0], *weights[0].shape):
         if time.monotonic() > deadline:
             errors.append("search ended by --seconds")
             break
         try:
             error = (linear_triton.multiply(x, weights[0], choice).float() - expected).abs().max().item()
-            if error > 0.02 * expected.abs().max().item():
+            # NaN is not less than anything
+            if not error <= 0.02 * expected.abs().max().item():
                 raise ValueError(f"wrong by {error}")
-            us = _graph_us(lambda w, choice=choice: linear_triton.multiply(x, w, choice), weights)
+            us = replay_us(lambda w, choice=choice: linear_triton.multiply(x, w, choice), weights)
         except Exception as error:
             # a tile that does not fit or is wrong is reported, not used
             errors.append(f"{choice}: {type(error).__name__}: {str(error)[:120]}")
             continue
-        if best_us is None or us < best_us:
-            best, best_us = choice, us
-    torch_us = _graph_us(lambda w: torch.nn.functional.linear(x, w), weights)
-    floor = weights[0].numel() * 2 / 4.2e12 * 1e6
-    choice = None if best is None else vars(best)
-    return {"torch_us": torch_us, "ours_us": best_us, "floor_us": floor, "choice": choice, "errors": errors}
+        tried.append((us, choice))
+    best = min(tried, key=lambda pair: pair[0], default=(None, None))
+    return {
+        "torch_us": torch_us,
+        "ours_us": best[0],
+        "choice": best[1] and vars(best[1]),
+        "bytes": weights[0].numel() * 2,
+        "tried": [[us, *vars(choice).values()] for us, choice in tried],
+        "errors": errors,
+    }
 
 
-def _candidates(tokens: int, out_rows: int, inner: int):
-    # a tile is compiled once for all shapes: few of them, or compiling takes the time
+def candidates(tokens: int, out_rows: int, inner: int):
+    """Yield the tiles worth trying for a product."""
     few = tokens <= 32
-    sizes = ((32, 64, 128), (128, 256), (4,)) if few else ((64, 128), (64, 128), (3, 4))
+    sizes = ((32, 64, 128), (128, 256), (3, 4, 6)) if few else ((64, 128), (64, 128), (3, 4, 5))
     for block_out, block_in, stages, splits in itertools.product(*sizes, (1, 2, 4, 8)):
         programs = -(-out_rows // block_out)
         # waves of 132 multiprocessors: neither idle ones nor crumbs
         if inner % block_in or (splits > 1 and programs * splits > 132 * 8) or (splits < 8 and programs * splits < 100):
             continue
         # the stages must fit beside each other
-        if stages * 2 * block_in * (block_out + sum(linear_triton.token_blocks(tokens))) <= 220 * 1024:
+        if stages * 2 * block_in * (block_out + sum(linear_triton.token_blocks(tokens))) <= BLOCK_SHARED:
             yield Choice("triton", block_out, block_in, splits, 8 if block_out == 128 else 4, stages)
 
 
-def _graph_us(call, operands: list, rounds: int = 6) -> float:
-    """Return the median us of a call, replayed in a CUDA graph over all operands in turn."""
+def replay_us(call, operands: list, rounds: int = 6) -> float:
+    """Return the median us of a call, replayed in a CUDA graph over all operands in turn; called as it is on a CPU."""
+    where = operands[0].device if operands[0] is not None else torch.device("cuda")
     call(operands[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    synchronise(where)
+    if where.type != "cuda":
+        start = time.perf_counter()
+        call(operands[0])
+        return (time.perf_counter() - start) * 1e6
+    # not torch.cuda.graph, which empties all caches before every capture
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
         kept = [call(operand) for operand in operands]
+        graph.capture_end()
     spans = []
     for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        start = mark(where)
         graph.replay()
-        end.record()
-        end.synchronize()
-        spans.append(start.elapsed_time(end) * 1e3 / len(operands))
+        end = mark(where)
+        synchronise(where)
+        spans.append(span_ms(start, end) * 1e3 / len(operands))
     del kept
     return statistics.median(spans[1:])
 
 
-def measure_attention(where: torch.device, options) -> list[dict]:
+def attention_cases(sizes: Sizes):
+    """Yield name, query heads, key heads, width, rows and window of the attention passes of a step."""
+    for rows in (1, CHAIN_ROWS, TREE_ROWS):
+        yield "target", *sizes.heads, sizes.head_dim, rows, None
+    yield "drafter", *sizes.drafter_heads, sizes.drafter_dim, CHAIN_ROWS, 2048
+
+
+def run_attention(where: torch.device, options, sizes: Sizes) -> list[dict]:
     """Return us of torch's form and of each tiling for the target's and the drafter's rows at each context."""
-    rows = []
-    shapes = {"target": (24, 4, 256, (1, 16, 65), None), "drafter": (32, 8, 128, (16,), 2048)}
-    for (name, (heads, kv, dim, sizes, window)), context in itertools.product(shapes.items(), options.contexts):
-        for nodes in sizes:
-            row = {"name": name, "nodes": nodes, "context": context, "tilings": {}}
-            call, torch_call = _attention_calls(where, heads, kv, dim, nodes, context, window)
-            row["torch_us"] = _graph_us(lambda _, call=torch_call: call(), [None] * 4)
-            for cut in _tilings(heads // kv * nodes, kv, dim):
-                try:
-                    row["tilings"][str(cut)] = _graph_us(lambda _, cut=cut, call=call: call(cut), [None] * 4)
-                except Exception as error:
-                    row["tilings"][str(cut)] = f"{type(error).__name__}: {str(error)[:120]}"
-            rows.append(row)
-            timed = {key: us for key, us in row["tilings"].items() if isinstance(us, float)}
-            best = min(timed, key=timed.get) if timed else None
-            print(name, nodes, context, f"torch {row['torch_us']:.1f}", best, timed.get(best), flush=True)
+    deadline, rows = time.monotonic() + options.seconds, []
+    for context, (name, heads, kv, dim, nodes, window) in itertools.product(options.contexts, attention_cases(sizes)):
+        if time.monotonic() > deadline:
+            print("search ended by --seconds", flush=True)
+            break
+        row = {"name": name, "nodes": nodes, "context": context, "tilings": {}}
+        ours, plain, keys = _attention_calls(where, heads, kv, dim, nodes, context, window)
+        row["torch_us"] = replay_us(plain, [keys] * 4)
+        expected = plain(keys).float()
+        for cut in tilings(heads // kv * nodes, kv, dim):
+            try:
+                error = (ours(keys, cut).float() - expected).abs().max().item()
+                if not error <= 0.02 * expected.abs().max().item():
+                    raise ValueError(f"wrong by {error}")
+                row["tilings"][str(cut)] = replay_us(lambda keys, cut=cut, ours=ours: ours(keys, cut), [keys] * 4)
+            except Exception as error:
+                row["tilings"][str(cut)] = f"{type(error).__name__}: {str(error)[:120]}"
+        rows.append(row)
+        timed = {key: us for key, us in row["tilings"].items() if isinstance(us, float)}
+        best, default = min(timed, key=timed.get, default=None), next(iter(row["tilings"].values()))
+        shown = [us if isinstance(us, str) else round(us, 1) for us in (row["torch_us"], default, timed.get(best))]
+        print(name, nodes, context, "torch, default, best:", shown, best, flush=True)
     return rows
 
 
-def _tilings(rows: int, kv_heads: int, dim: int):
+def tilings(rows: int, kv_heads: int, dim: int):
+    """Yield the tilings worth trying, the one that is taken without a search first."""
     default = tree_attention_triton.choose_tiling(rows, kv_heads, dim)
     yield default
     splits = sorted({default.splits, min(2 * default.splits, tree_attention_triton.MAX_SPLITS)})
@@ -150,7 +196,35 @@ def _attention_calls(where, heads: int, kv: int, dim: int, nodes: int, context: 
     query, keys, values = draw(heads, nodes, dim), draw(kv, capacity, dim), draw(kv, capacity, dim)
     prepared, seen = tree_attention_triton.prepare_mask(mask, capacity), tree_attention.dense(mask, capacity)
 
-    def ours(cut):
+    def ours(keys, cut):
         return tree_attention_triton.attend(query, keys, values, prepared, tiling=cut)
 
-    return ours, lambda: tree_attention.attend(query, keys, values, seen)
+    return ours, lambda keys: tree_attention.attend(query, keys, values, seen), keys
+
+
+def run_compile(where: torch.device, options, sizes: Sizes) -> dict:
+    """Compile what `run_products` and `run_attention` try, into Triton's cache on disk; returns counts and seconds."""
+    part, parts = map(int, options.part.split("/"))
+    start, jobs = time.monotonic(), {}
+    for _, (out_rows, inner), counts in _passes(sizes):
+        for tokens in counts:
+            for choice in candidates(tokens, out_rows, inner):
+                tile = (sum(linear_triton.token_blocks(tokens)), choice.block_out, choice.block_in, choice.stages)
+                # with splits the kernel writes float32
+                jobs.setdefault((*tile, choice.splits > 1), (tokens, choice))
+    mine = [job for number, job in enumerate(jobs.values()) if number % parts == part]
+    for tokens, choice in mine:
+        x, weight = (torch.ones(rows, 2048, device=where, dtype=torch.bfloat16) for rows in (tokens, 1024))
+        linear_triton.multiply(x, weight, choice)
+    cases = {case[1:]: case for case in attention_cases(sizes)}
+    cuts = [(case, cut) for case in cases.values() for cut in tilings(case[1] // case[2] * case[4], case[2], case[3])]
+    mine_too = [job for number, job in enumerate(cuts) if number % parts == part]
+    for (_, heads, kv, dim, nodes, window), cut in mine_too:
+        ours, _, keys = _attention_calls(where, heads, kv, dim, nodes, 64, window)
+        try:
+            ours(keys, cut)
+        except Exception as error:
+            # what does not fit is named by the search itself
+            print(cut, f"{type(error).__name__}: {str(error)[:120]}", flush=True)
+    synchronise(where)
+    return {"products": len(mine), "tilings": len(mine_too), "seconds": time.monotonic() - start}

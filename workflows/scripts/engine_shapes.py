@@ -1,5 +1,7 @@
 """Random models of the paper's shapes, made on the device, and the bytes that a step of each method must read."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -10,57 +12,85 @@ from tfm.target_config import ATTENTION, GDN, TargetConfig
 from tfm.weaver import Weaver, WeaverConfig
 
 TAPS = (1, 16, 31, 46, 61)
-VOCAB, HIDDEN, FFN = 248_320, 5120, 17_408
 
 
-def target_config(layers: int, vocab: int = VOCAB) -> TargetConfig:
-    """Return Qwen3.6-27B's shape with `layers` layers, every fourth of them attention."""
+@dataclass(frozen=True)
+class Sizes:
+    """What the shapes of target, drafter and weaver follow from; heads are (many, few)."""
+
+    vocab: int
+    hidden: int
+    inner: int  # of every feed-forward block but the weaver's
+    layers: int
+    heads: tuple[int, int]
+    head_dim: int
+    gdn_heads: tuple[int, int]  # key, value
+    gdn_dim: int
+    drafter_heads: tuple[int, int]
+    drafter_dim: int
+    rank: int  # of the weaver, its feed-forward block included
+    rank_heads: int
+
+
+SIZES = {
+    # Qwen3.6-27B, its public DFlash drafter and the released weaver
+    "paper": Sizes(248_320, 5120, 17_408, 64, (24, 4), 256, (16, 48), 128, (32, 8), 128, 2048, 16),
+    # the same kernels in a tenth of the memory: to compile them and to see them run
+    "shallow": Sizes(32_768, 5120, 17_408, 8, (24, 4), 256, (16, 48), 128, (32, 8), 128, 2048, 16),
+    # a rehearsal of the same scripts where there is no GPU
+    "small": Sizes(512, 128, 256, 8, (4, 2), 32, (1, 3), 16, (4, 2), 32, 64, 2),
+}
+
+
+def target_config(sizes: Sizes) -> TargetConfig:
+    """Return the target's shape: every fourth layer is attention."""
     return TargetConfig(
-        vocab_size=vocab,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        layer_types=tuple(ATTENTION if (i + 1) % 4 == 0 else GDN for i in range(layers)),
-        num_attention_heads=24,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=48,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        layer_types=tuple(ATTENTION if (i + 1) % 4 == 0 else GDN for i in range(sizes.layers)),
+        num_attention_heads=sizes.heads[0],
+        num_key_value_heads=sizes.heads[1],
+        head_dim=sizes.head_dim,
+        linear_num_key_heads=sizes.gdn_heads[0],
+        linear_num_value_heads=sizes.gdn_heads[1],
+        linear_key_head_dim=sizes.gdn_dim,
+        linear_value_head_dim=sizes.gdn_dim,
         max_position_embeddings=32_768,
     )
 
 
-def drafter_config(layers: int) -> DrafterConfig:
-    """Return the shape of the public DFlash drafter; taps are spread over `layers` target layers."""
+def drafter_config(sizes: Sizes) -> DrafterConfig:
+    """Return the drafter's shape; its taps are spread over the target's layers."""
     return DrafterConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_attention_heads=sizes.drafter_heads[0],
+        num_key_value_heads=sizes.drafter_heads[1],
+        head_dim=sizes.drafter_dim,
         layer_types=("sliding_attention",) * 4 + ("full_attention",),
-        target_layer_ids=tuple(min(tap * layers // 64, layers - 1) for tap in TAPS),
+        target_layer_ids=tuple(min(tap * sizes.layers // 64, sizes.layers - 1) for tap in TAPS),
         mask_token_id=7,
         sliding_window=2048,
     )
 
 
-def weaver_config() -> WeaverConfig:
-    """Return the released weaver's shape."""
-    return WeaverConfig(d_model=HIDDEN, d_embed=HIDDEN, d_rank=2048, num_heads=16, mlp_dim=2048)
+def weaver_config(sizes: Sizes) -> WeaverConfig:
+    """Return the weaver's shape."""
+    return WeaverConfig(
+        d_model=sizes.hidden, d_embed=sizes.hidden, d_rank=sizes.rank, num_heads=sizes.rank_heads, mlp_dim=sizes.rank
+    )
 
 
-def random_models(layers: int, device: torch.device, vocab: int = VOCAB) -> Models:
+def random_models(sizes: Sizes, device: torch.device) -> Models:
     """Return bf16 models with random weights: the cost of the real ones, drafts that are never right."""
-    target = target_config(layers, vocab)
-    drafter = drafter_config(layers)
+    drafter = drafter_config(sizes)
     taps = tuple(dict.fromkeys(drafter.target_layer_ids))
     if len(taps) != len(TAPS):
-        raise ValueError(f"layers: {layers} is not allowed (allowed: 5 or more, for five taps); raise it")
-    parts = [("target", lambda: Target(target, taps)), ("drafter", lambda: Drafter(drafter))]
-    parts.append(("weaver", lambda: Weaver(weaver_config())))
-    torch.cuda.manual_seed(0)
+        raise ValueError(f"layers: {sizes.layers} is not allowed (allowed: 5 or more, for five taps); raise it")
+    parts = [("target", lambda: Target(target_config(sizes), taps)), ("drafter", lambda: Drafter(drafter))]
+    parts.append(("weaver", lambda: Weaver(weaver_config(sizes))))
+    torch.manual_seed(0)
     return Models(**{name: _fill(make, device) for name, make in parts})
 
 
