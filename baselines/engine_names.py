@@ -8,32 +8,73 @@ from tfm.manifest import modules_digest, source_digest
 from tfm_kernels.gdn.backends import backend_modules
 
 REFERENCE, STATIC = "torch", "torch-static"
-ENGINES = (REFERENCE, STATIC)
+# serving engines -> the package with their flags and runner; sglang-paper has the paper's own, unequal launch flags
+SERVED = {"sglang": "baselines.sglang", "sglang-paper": "baselines.sglang", "vllm": "baselines.vllm"}
+ENGINES = (REFERENCE, STATIC, *SERVED)
 FORMS = ("torch", "fast")  # of the static engine: PyTorch's, or Triton, graphs and measured products
 STATIC_RULES = ("greedy", "target_only")
 
 
 def check_engine(engine: str, forms: str | None, config: DecodeConfig) -> None:
     """Raise ValueError for settings that an engine does not run; needs no torch device and loads nothing."""
-    if engine != STATIC:
-        if forms is not None:
-            raise ValueError(f"forms: {forms!r} is not allowed with engine {engine} (allowed: null); leave it out")
+    if engine != STATIC and forms is not None:
+        raise ValueError(f"forms: {forms!r} is not allowed with engine {engine} (allowed: null); leave it out")
+    if engine == REFERENCE:
         return
-    if forms not in FORMS:
+    if engine == STATIC and forms not in FORMS:
         raise ValueError(f"forms: {forms!r} is not allowed (allowed: {', '.join(FORMS)}); {STATIC} needs one of them")
     if config.requests != 1:
-        raise ValueError(f"requests: {config.requests} is not allowed with engine {STATIC} (allowed: 1); set it to 1")
+        raise ValueError(f"requests: {config.requests} is not allowed with engine {engine} (allowed: 1); set it to 1")
     if config.rule not in STATIC_RULES:
         allowed = ", ".join(STATIC_RULES)
         raise ValueError(
-            f"rule: {config.rule!r} is not allowed with engine {STATIC} (allowed: {allowed}); leave the audit out, or "
+            f"rule: {config.rule!r} is not allowed with engine {engine} (allowed: {allowed}); leave the audit out, or "
             f"use engine {REFERENCE}"
         )
+
+
+def is_served(engine: str) -> bool:
+    """Return whether cells of an engine are decoded by a server of another environment."""
+    return engine in SERVED
+
+
+def runner_of(engine: str):
+    """Return the module that launches a serving engine and reads what it says."""
+    return importlib.import_module(f"{SERVED[engine]}.runner")
+
+
+def served_settings(cell: dict, config: dict, *, draft_rows: int | None) -> dict:
+    """Return what decides the server of a resolved cell; raises ValueError for what its engine cannot run.
+
+    `config` is the suite's.
+    """
+    engine, settings = cell["engine"], importlib.import_module(f"{SERVED[cell['engine']]}.flags")
+    refused = [
+        ("device", cell["device"], "cuda", cell["device"] != "cuda" and engine != "vllm", "SGLang serves on a GPU"),
+        ("stages", True, "false", cell["clock"] == "stages", "a server does not time the stages of a step"),
+        (
+            "siblings",
+            cell["decode"]["siblings"],
+            "top",
+            cell["decode"]["siblings"] != "top",
+            "trees hold the best",
+        ),
+        ("graft", "a shape", "null", cell.get("graft") is not None, "a server reads its weights from a folder"),
+    ]
+    for key, value, allowed, is_wrong, why in refused:
+        if is_wrong:
+            raise ValueError(f"{key}: {value!r} is not allowed with engine {engine} (allowed: {allowed}); {why}")
+    if problem := settings.problems(cell):
+        raise ValueError(problem)
+    more = {"context": config["context"], "paper": engine.endswith("-paper"), "flags": config["server_flags"]}
+    return settings.server_of(cell, draft_rows=draft_rows, **more)
 
 
 def source_of(cell: dict) -> str:
     """Return the source digest of a cell: the code that decides its tokens."""
     method, backend = METHODS[cell["decode"]["method"]].factory, cell["decode"]["gdn_backend"]
+    if is_served(cell["engine"]):
+        return _source_of_served(cell["engine"], cell["decode"]["method"], backend)
     if cell["engine"] != STATIC:
         return source_digest(method, gdn_backend=backend)
     modules = ["baselines.static_methods", "tfm.engine.loop", method.partition(":")[0]]
@@ -46,3 +87,12 @@ def source_of(cell: dict) -> str:
     if backend == "fused_cuda":
         modules.append("tfm_kernels.gdn.mixer_cuda")
     return modules_digest(sorted({*modules, *backend_modules(backend)}))
+
+
+def _source_of_served(engine: str, method: str, backend: str) -> str:
+    """Return the digest of what reads a server's answers, and for a plugin's method of what decodes in the server."""
+    modules = [f"{SERVED[engine]}.runner", "baselines.serving.cell"]
+    plugin = importlib.import_module(f"{SERVED[engine]}.flags").plugin_module(method)
+    if plugin is not None:
+        modules += [plugin, METHODS[method].factory.partition(":")[0], *backend_modules(backend)]
+    return modules_digest(sorted(set(modules)))

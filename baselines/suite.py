@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import asdict, replace
 
-from baselines.engine_names import check_engine
+from baselines.engine_names import check_engine, is_served, served_settings
 from baselines.inputs import PINS_FILE, draft_rows, missing_weights, pins, weight_digests
 from baselines.methods import METHODS, SWEEPS, check
 from baselines.names import (
@@ -84,7 +84,7 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
     check_engine(config["engine"], config.get("forms"), decode)
     if config.get("forms") is not None:
         special["forms"] = config["forms"]
-    return {
+    cell = {
         "suite": config["suite"],
         "engine": config["engine"],
         "target": config["family"],
@@ -106,6 +106,9 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
         "weights_sha256": {part: digests[part] for part in parts},
         **special,
     }
+    if is_served(config["engine"]):
+        cell["server"] = served_settings(cell, config, draft_rows=draft_rows(config) if "drafter" in parts else None)
+    return cell
 
 
 def _settings(config: dict, variant: Variant, **fields) -> DecodeConfig:

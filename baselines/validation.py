@@ -60,6 +60,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
     defaults |= {"fixed": [], "timed": True, "everywhere": []}
     defaults |= {"null_control": False, "bench": False}
     defaults |= {"gdn_backend": DecodeConfig.gdn_backend}
+    defaults |= {"server_python": "python", "server_port": None, "server_seconds": 900, "server_flags": {}}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job
     config |= {key: os.path.normpath(config[key]) for key in ("data", "weights") if config[key]}

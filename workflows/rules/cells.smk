@@ -71,6 +71,39 @@ rule decode_cell:
         " --out $(dirname {output.manifest}) --log {log} >> {log}"
 
 
+# the same records, from a server of another environment
+rule serve_cell:
+    input:
+        prompts=cell_prompts,
+        weights=ancient(cell_weights),
+        check=ancient(weights_check),
+    output:
+        requests=ensure("<results>/cells/<cell>/requests.parquet", non_empty=True),
+        steps=ensure("<results>/cells/<cell>/steps.parquet", non_empty=True),
+        trees=ensure("<results>/cells/<cell>/trees.parquet", non_empty=True),
+        manifest=ensure("<results>/cells/<cell>/cell.json", non_empty=True),
+    log:
+        "<results>/cells/<cell>/decode.log",
+    wildcard_constraints:
+        engine=SERVED,
+    threads: cell_threads
+    resources:
+        gpu=GPUS,
+    params:
+        cell=cell_json,
+        source=cell_source,
+        python=shlex.quote(config["server_python"]),
+        port=f"--server-port {config['server_port']}" if config["server_port"] else "",
+        seconds=config["server_seconds"],
+    shell:
+        "python workflows/scripts/serve_cell.py --cell {params.cell:q} --prompts {input.prompts}"
+        " --server-python {params.python} {params.port} --server-seconds {params.seconds}"
+        " --out $(dirname {output.manifest}) --log {log} >> {log}"
+
+
+ruleorder: serve_cell > decode_cell
+
+
 # a path that names no cell gets a message instead of "no rule to produce"
 rule refuse_cell:
     input:

@@ -10,7 +10,7 @@ from pathlib import Path
 # this checkout first, whatever an editable install of another one says
 sys.path.insert(0, str(workflow.basedir))
 
-from baselines import probes, suite
+from baselines import engine_names, probes, suite
 from baselines.methods import METHODS
 from snakemake.exceptions import WorkflowError
 from snakemake.logging import logger
@@ -89,6 +89,17 @@ def cell_json(wildcards):
     return json.dumps(cell_of(wildcards), sort_keys=True)
 
 
+# the suite's engine where its cells are served, whose rule stands above decode_cell; else a pattern without a match
+SERVED = ENGINE if engine_names.is_served(config["engine"]) else "(?!)"
+
+
+@functools.cache
+def served_digest(engine, method, gdn_backend):
+    return engine_names.source_of(
+        {"engine": engine, "decode": {"method": method, "gdn_backend": gdn_backend}}
+    )
+
+
 @functools.cache
 def digest_of(method, gdn_backend):
     return source_digest(METHODS[method].factory, gdn_backend=gdn_backend)
@@ -100,8 +111,11 @@ script_code = functools.cache(script_digest)
 
 def cell_source(wildcards):
     """Return the digests of the code that decides the cell's records: a change of it reruns the cells it made stale."""
-    decode = cell_of(wildcards)["decode"]
-    return f"{digest_of(decode['method'], decode['gdn_backend'])} {loader_digest()}"
+    cell, decode = cell_of(wildcards), cell_of(wildcards)["decode"]
+    code = decode["method"], decode["gdn_backend"]
+    served = engine_names.is_served(cell["engine"])
+    digest = served_digest(cell["engine"], *code) if served else digest_of(*code)
+    return f"{digest} {loader_digest()}"
 
 
 def cell_threads(wildcards):

@@ -21,6 +21,7 @@ FAIRNESS = (
     "clock",
     "max_new_tokens",
 )
+SERVER = "server."
 # what says where a cell stands, not how it ran
 PLACE = (
     "suite",
@@ -40,10 +41,14 @@ PLACE = (
 def launch_of(cell: dict) -> dict:
     """Return all settings of a resolved cell in one flat mapping.
 
-    CUDA graphs are on where the cell says so or runs the static engine's fast forms, which replay them.
+    CUDA graphs are on where the cell says so, runs the static engine's fast forms, which replay them, or a server that
+    was not told otherwise. A server's launch flags are settings with SERVER before their names.
     """
-    flat = {**cell["decode"], **{key: value for key, value in cell.items() if key not in (*PLACE, "decode")}}
-    return {"cuda_graph": cell.get("forms") == "fast", **flat, "weights": "+".join(sorted(cell["weights"]))}
+    flat = {**cell["decode"], **{key: value for key, value in cell.items() if key not in (*PLACE, "decode", "server")}}
+    flags = cell["server"]["flags"] if "server" in cell else {}
+    graphs = cell.get("forms") == "fast" or ("server" in cell and not flags.get("disable-cuda-graph"))
+    flat |= {f"{SERVER}{key}": value for key, value in flags.items()}
+    return {"cuda_graph": graphs, **flat, "weights": "+".join(sorted(cell["weights"]))}
 
 
 def differing(launches: dict[str, dict]) -> dict[str, dict]:
@@ -56,7 +61,8 @@ def differing(launches: dict[str, dict]) -> dict[str, dict]:
 def unfair(launches: dict[str, dict]) -> list[str]:
     """Return in words each difference that makes methods incomparable; empty when there is none."""
     found = differing(launches)
-    return [f"{key} differs ({_values(found[key])})" for key in FAIRNESS if key in found]
+    served = [key for key in found if key.startswith(SERVER) and not key.startswith(f"{SERVER}speculative-")]
+    return [f"{key} differs ({_values(found[key])})" for key in (*FAIRNESS, *served) if key in found]
 
 
 def launches_of(plan: list[dict]) -> dict[str, dict]:

@@ -1,0 +1,82 @@
+"""What an engine's environment is given of this project, and what it is asked before a server starts in it.
+
+The environment needs the engine alone. This checkout is put on its path, with a note of distribution metadata by which
+the engine finds the plugin, so that the code that runs is the code that the source digest covers.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from tfm.manifest import REPOSITORY, sha256_weights, write_atomic
+
+PLUGINS = "[sglang.srt.plugins]\ndflash_tfm = baselines.sglang.plugin:register\n"
+METADATA = "Metadata-Version: 2.1\nName: dflash-tfm\nVersion: 0.1.0\n"
+ASK = """
+import importlib.metadata as m, json, sys
+try:
+    version = m.version(sys.argv[1])
+except m.PackageNotFoundError:
+    version = None
+plugins = [entry.name for entry in m.entry_points(group="sglang.srt.plugins")]
+print(json.dumps({"version": version, "plugins": plugins}))
+"""
+
+
+def make_site(folder: Path) -> str:
+    """Return a PYTHONPATH that starts with this checkout's packages under their import names, and the plugin's note."""
+    site = Path(folder).resolve() / "site"
+    info = site / "dflash_tfm-0.1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    for name, target in (("tfm", "tfm"), ("baselines", "baselines"), ("tfm_kernels", "kernels")):
+        link = site / name
+        if not link.is_symlink() or link.readlink() != REPOSITORY / target:
+            link.unlink(missing_ok=True)
+            link.symlink_to(REPOSITORY / target)
+    write_atomic(info / "METADATA", METADATA.encode())
+    write_atomic(info / "entry_points.txt", PLUGINS.encode())
+    return os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def probe(python: str, package: str, version: str, paths: dict[str, str]) -> None:
+    """Raise ValueError unless an environment's Python runs and holds this version of the engine."""
+    try:
+        done = subprocess.run(
+            [python, "-c", ASK, package],
+            env={**os.environ, **paths},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ValueError(
+            f"server_python: {python!r} does not run ({type(error).__name__}); give the Python of the environment of "
+            f"{package}"
+        ) from error
+    if found["version"] != version:
+        here = f"{package} {found['version']}" if found["version"] else f"no {package}"
+        raise ValueError(
+            f"server_python: {python!r} has {here}, {version} is needed; pip install {package}=={version} in an "
+            "environment of its own, and give its Python"
+        )
+
+
+def checkpoint_folder(source: Path, folder: Path) -> Path:
+    """Return a checkpoint folder in the public format: `source` itself, or its dequantised copy under `folder`."""
+    from safetensors import safe_open
+
+    from tfm.checkpoints import export
+
+    for path in sorted(Path(source).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if any(name.endswith(".scale") for name in file.keys()):  # noqa: SIM118, not a mapping
+                break
+    else:
+        return Path(source).resolve()
+    copy = Path(folder).resolve() / "checkpoints" / f"{source.name}-{sha256_weights(source)[:12]}"
+    if not (copy / "config.json").exists():
+        export(source, copy)
+    return copy

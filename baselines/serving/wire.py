@@ -1,0 +1,74 @@
+"""HTTP to a server on this machine, with the standard library: JSON calls, and replies that stream."""
+
+import http.client
+import json
+from collections.abc import Iterator
+
+HOST = "127.0.0.1"
+DONE = "[DONE]"
+
+
+class ServerError(RuntimeError):
+    """A server that answered with an error, broke off, or did not answer."""
+
+
+def call(port: int, method: str, path: str, body: dict | None = None, *, timeout: float = 60) -> tuple[int, bytes]:
+    """Return (status, body) of one call; raises ServerError when there is no answer."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
+    try:
+        connection.request(method, path, *_encoded(body))
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{method} {path}: no answer ({type(error).__name__}: {error})") from error
+    finally:
+        connection.close()
+
+
+def get_json(port: int, path: str, *, timeout: float = 60) -> dict:
+    """Return the JSON object of a GET; raises ServerError for another status, or for what is no object."""
+    status, data = call(port, "GET", path, timeout=timeout)
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if status != 200 or not isinstance(found, dict):
+        raise ServerError(f"GET {path}: status {status}, {_brief(data)}")
+    return found
+
+
+def stream(port: int, path: str, body: dict, *, timeout: float) -> Iterator[dict]:
+    """Yield the objects of a streamed reply as they come; closing the generator closes the connection.
+
+    `timeout` is in seconds between two chunks. Raises ServerError for an error status, an error in a chunk, and a
+    stream that ends before its end mark: a server that died in mid-request.
+    """
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
+    try:
+        connection.request("POST", path, *_encoded(body))
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise ServerError(f"POST {path}: status {reply.status}, {_brief(reply.read())}")
+        while line := reply.readline():
+            if not line.startswith(b"data:"):
+                continue
+            text = line[5:].strip().decode()
+            if text == DONE:
+                return
+            chunk = json.loads(text)
+            if "error" in chunk:
+                raise ServerError(f"POST {path}: {chunk['error']}")
+            yield chunk
+        raise ServerError(f"POST {path}: the reply broke off before its end; the server died or gave up")
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise ServerError(f"POST {path}: the reply broke off ({type(error).__name__}: {error})") from error
+    finally:
+        connection.close()
+
+
+def _encoded(body: dict | None) -> tuple[str | None, dict[str, str]]:
+    return (None, {}) if body is None else (json.dumps(body), {"Content-Type": "application/json"})
+
+
+def _brief(data: bytes) -> str:
+    return data[:300].decode(errors="replace") or "an empty body"

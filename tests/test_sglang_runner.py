@@ -1,0 +1,385 @@
+"""Cells inside SGLang, with a fake server in its place: the records, and everything that can go wrong with a server."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pyarrow.parquet as pq
+import pytest
+from fake_server import token
+from served import fake_python, fault, on_cpu, processes_of, resolved, write_prompts
+from workflow_runs import ROOT, checkout, environment_of, jobs, snakemake, write_tiny_family
+
+from baselines.serving import keeper, server
+from baselines.serving.cell import Place, Session
+from baselines.serving.wire import ServerError
+from baselines.sglang.flags import VERSION
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return write_tiny_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    fault(monkeypatch)
+    return Place(tmp_path / "server", fake_python(tmp_path, VERSION), start_seconds=20)
+
+
+def serve(cell, place, tmp_path, out="cell", count=3):
+    from serve_cell import run_cell
+
+    with Session(place) as session:
+        return run_cell(
+            on_cpu(cell), prompts=write_prompts(tmp_path, count), out=tmp_path / out, session=session, commit="test"
+        )
+
+
+def rows(tmp_path, kind, out="cell"):
+    return pq.read_table(tmp_path / out / f"{kind}.parquet").to_pylist()
+
+
+def sent(place):
+    return [json.loads(line) for line in (place.folder / "requests.jsonl").read_text().splitlines()]
+
+
+def nothing_runs(place) -> bool:
+    return not processes_of(str(place.folder)) and not (place.folder / "server.json").exists()
+
+
+def test_a_chain_cell_has_the_counts_of_its_server(place, tmp_path, weights):
+    facts = serve(resolved("sglang", "dflash", weights=weights, max_new_tokens=12), place, tmp_path)
+    for number, row in enumerate(rows(tmp_path, "requests")):
+        assert row["output_tokens"] == [token(20 + number + place, 0) for place in range(12)]
+        # 1 at prefill, then 4, 1, 3 and 3 of 4, cut at the cap
+        assert (row["new_tokens"], row["steps"], row["finish_reason"]) == (12, 4, "length")
+        assert row["wall_us"] == pytest.approx(row["prefill_us"] + row["decode_us"]) and row["prefill_us"] > 0
+    steps = [step for step in rows(tmp_path, "steps") if step["request"] == 0]
+    assert [step["accepted_untrimmed"] for step in steps] == [3, 0, 2, 3]
+    assert [step["committed"] for step in steps] == [4, 1, 3, 3] and [step["accepted"] for step in steps] == [
+        3,
+        0,
+        2,
+        3,
+    ]
+    assert [step["context"] for step in steps] == [21, 25, 26, 29]
+    assert {(step["nodes"], step["depth"]) for step in steps} == {(16, 15)}
+    assert facts["engine"]["counters"] == "per request, with a histogram" and facts["warm_up"]["prompts"] == 2
+    assert facts["engine"]["requests_with_unordered_steps"] == 0 and nothing_runs(place)
+    assert "/secret" not in json.dumps(facts["engine"]) and facts["engine"]["memory_gib"]["weight"] == 1.5
+
+
+def test_ar_has_one_token_a_step_and_no_counter(place, tmp_path, weights):
+    serve(resolved("sglang", "ar", weights=weights, max_new_tokens=6), place, tmp_path)
+    assert [row["steps"] for row in rows(tmp_path, "requests")] == [5, 5, 5]
+    assert {(row["accepted"], row["committed"], row["nodes"]) for row in rows(tmp_path, "steps")} == {(0, 1, 1)}
+
+
+def test_a_tree_cell_verifies_its_budget_and_the_root(place, tmp_path, weights):
+    serve(resolved("sglang", "tfm", weights=weights, max_new_tokens=8, budget=32, width=2), place, tmp_path)
+    assert {(row["nodes"], row["depth"]) for row in rows(tmp_path, "steps")} == {(33, None)}
+
+
+def test_warm_up_requests_are_no_measured_prompts(place, tmp_path, weights):  # C028
+    serve(resolved("sglang", "dflash", weights=weights, max_new_tokens=6), place, tmp_path)
+    bodies = sent(place)
+    assert len(bodies) == 2 + 3 and len(rows(tmp_path, "requests")) == 3
+    assert bodies[0]["input_ids"] == bodies[2]["input_ids"][::-1]
+
+
+def test_what_is_sampled_is_what_was_asked_for(place, tmp_path, weights):  # C060
+    for setting, temperature in (("t0", 0.0), ("t1", 1.0)):
+        serve(
+            resolved("sglang", "dflash", setting=setting, weights=weights, max_new_tokens=4), place, tmp_path, setting
+        )
+        sampling = sent(place)[-1]["sampling_params"]
+        assert sampling["temperature"] == temperature and sampling["ignore_eos"] is False
+        assert (sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (1.0, -1, 0.0)
+        assert not {"repetition_penalty", "presence_penalty", "regex", "json_schema"} & set(sampling)
+
+
+@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "tfm"])
+def test_every_arm_ends_at_the_same_tokens(method, place, tmp_path, weights):  # C052
+    serve(resolved("sglang", method, weights=weights, max_new_tokens=4), place, tmp_path, count=1)
+    assert sent(place)[-1]["sampling_params"]["stop_token_ids"] == [2]
+
+
+def test_an_end_of_text_inside_a_run_cuts_ids_and_counts(place, tmp_path, weights, monkeypatch):  # C051
+    import serve_cell
+
+    # the third token of the second step
+    ending = token(20 + 1 + 2, 0)
+    config = serve_cell.decode_config
+    monkeypatch.setattr(serve_cell, "decode_config", lambda cell, tokenizer: config(with_end(cell, ending), tokenizer))
+    serve(resolved("sglang", "dflash", weights=weights, max_new_tokens=12), place, tmp_path, count=1)
+    (row,), (step,) = rows(tmp_path, "requests"), rows(tmp_path, "steps")
+    assert row["output_tokens"] == [token(20 + place, 0) for place in range(4)] and row["finish_reason"] == "stop"
+    assert (step["accepted_untrimmed"], step["accepted"], step["committed"]) == (3, 3, 3)
+
+
+def with_end(cell, ending, stop=()):
+    return {**cell, "decode": {**cell["decode"], "eos_tokens": [ending], "stop": list(stop)}}
+
+
+def test_a_stop_string_ends_ids_with_the_token_that_completes_it(place, tmp_path, weights, monkeypatch):  # C049, C050
+    import serve_cell
+
+    config = serve_cell.decode_config
+
+    class Numbers:
+        decode = staticmethod(lambda tokens: " ".join(map(str, tokens)))
+
+    monkeypatch.setattr(serve_cell, "load_tokenizer", lambda folder: Numbers())
+    monkeypatch.setattr(
+        serve_cell,
+        "decode_config",
+        lambda cell, tokenizer: config(with_end(cell, 5, stop=[str(token(23, 0))]), tokenizer),
+    )
+    serve(resolved("sglang", "dflash", weights=weights, max_new_tokens=40), place, tmp_path, count=1)
+    (row,) = rows(tmp_path, "requests")
+    assert row["output_tokens"] == [token(20 + place, 0) for place in range(4)] and row["finish_reason"] == "stop"
+    assert row["steps"] == 1 and sum(step["committed"] for step in rows(tmp_path, "steps")) == 3
+
+
+def test_one_new_token_is_no_step(place, tmp_path, weights):
+    serve(resolved("sglang", "tfm", weights=weights, max_new_tokens=1), place, tmp_path)
+    assert [(row["new_tokens"], row["steps"]) for row in rows(tmp_path, "requests")] == [(1, 0)] * 3
+
+
+def test_merged_chunks_keep_the_counts_and_lose_only_the_order(place, tmp_path, weights, monkeypatch):
+    fault(monkeypatch, merge=2)
+    facts = serve(resolved("sglang", "dflash", weights=weights, max_new_tokens=12), place, tmp_path)
+    steps = [step for step in rows(tmp_path, "steps") if step["request"] == 0]
+    assert sorted(step["accepted_untrimmed"] for step in steps) == [0, 2, 3, 3]
+    assert sum(step["committed"] for step in steps) == 11 and {step["context"] for step in steps} == {None}
+    assert facts["engine"]["requests_with_unordered_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({"without": ["spec_verify_ct"]}, "no verify steps; without it nothing is known of its steps"),
+        ({"without": ["spec_correct_drafts_histogram"]}, "no histogram of accepted drafts"),
+        ({"cached": 19}, "19 prompt tokens came from the server's cache"),
+        ({"finish": "abort"}, "the server ended it with 'abort'"),
+    ],
+    ids=["steps", "histogram", "cache", "abort"],
+)
+def test_an_answer_that_lacks_a_count_is_an_error(faults, message, place, tmp_path, weights, monkeypatch):  # C027, C077
+    fault(monkeypatch, **faults)
+    with pytest.raises(ValueError, match=message):
+        serve(resolved("sglang", "dflash", weights=weights, max_new_tokens=12), place, tmp_path)
+    assert not (tmp_path / "cell/cell.json").exists() and nothing_runs(place)
+
+
+def test_a_drafting_server_is_refused_as_ar(place, tmp_path, weights):
+    cell = resolved("sglang", "ar", weights=weights, max_new_tokens=6)
+    cell["server"]["flags"]["speculative-algorithm"] = "DFLASH"
+    with pytest.raises(ValueError, match="verify steps of a server that must draft nothing"):
+        serve(cell, place, tmp_path)
+
+
+def test_another_version_is_refused_by_what_the_server_says(place, tmp_path, weights, monkeypatch):
+    fault(monkeypatch, version="0.5.18")
+    with pytest.raises(ServerError, match="the server is SGLang 0.5.18.*0.5.17"):
+        serve(resolved("sglang", "ar", weights=weights), place, tmp_path)
+
+
+def test_another_version_is_refused_before_a_server_starts(tmp_path, weights):
+    place = Place(tmp_path / "server", fake_python(tmp_path, "0.5.16"), start_seconds=20)
+    with pytest.raises(ValueError, match="has sglang 0.5.16, 0.5.17 is needed"):
+        serve(resolved("sglang", "ar", weights=weights), place, tmp_path)
+    assert not (place.folder / "server.log").exists()
+
+
+def test_a_slow_start_is_waited_for_and_a_slower_one_named(place, tmp_path, weights, monkeypatch):
+    fault(monkeypatch, start_seconds=1.5)
+    serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), place, tmp_path)
+    fault(monkeypatch, start_seconds=60)
+    slow = Place(place.folder, place.python, start_seconds=1.5)
+    with pytest.raises(ServerError, match="server_seconds: 1.5 is not enough"):
+        serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), slow, tmp_path, "slow")
+    assert nothing_runs(place)
+
+
+def test_a_server_that_does_not_start_shows_its_last_words(place, tmp_path, weights, monkeypatch):
+    fault(monkeypatch, exit_at_start=3)
+    with pytest.raises(ServerError, match="status 3(.|\n)*out of memory on this card"):
+        serve(resolved("sglang", "ar", weights=weights), place, tmp_path)
+
+
+def test_a_crash_in_mid_request_keeps_finished_requests_and_the_next_run_goes_on(place, tmp_path, weights, monkeypatch):
+    cell = resolved("sglang", "dflash", weights=weights, max_new_tokens=12)
+    fault(monkeypatch, pace=0.05)
+    # two warm-ups and a prompt, then in the middle of the next prompt
+    calls = count_requests(monkeypatch, die_in=4)
+    with pytest.raises(ServerError, match="broke off.*the server ended with status"):
+        serve(cell, place, tmp_path)
+    assert len((tmp_path / "cell/done.jsonl").read_text().splitlines()) == 2 and nothing_runs(place)
+    calls += [None] * 100
+    facts = serve(cell, place, tmp_path)
+    assert facts["resumed_requests"] == 1 and len(rows(tmp_path, "requests")) == 3
+
+
+def count_requests(monkeypatch, *, die_in: int) -> list:
+    """Kill the server in the middle of the stream of its request number `die_in`."""
+    from baselines.sglang import runner
+
+    real, calls = runner.stream, []
+
+    def stream(port, path, body, **options):
+        calls.append(path)
+        for number, chunk in enumerate(real(port, path, body, **options)):
+            if len(calls) == die_in and number == 2:
+                listener = next(
+                    p
+                    for p in processes_of(keeper.MARK)
+                    if f"--port\0{port}\0" in cmdline(p) and "keeper" not in cmdline(p)
+                )
+                os.kill(listener, signal.SIGKILL)
+            yield chunk
+
+    monkeypatch.setattr(runner, "stream", stream)
+    return calls
+
+
+def cmdline(process: int) -> str:
+    try:
+        return open(f"/proc/{process}/cmdline").read()
+    except OSError:
+        return ""
+
+
+def test_a_taken_port_is_named(place, tmp_path, weights):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = Place(place.folder, place.python, port=taken.getsockname()[1], start_seconds=20)
+        with pytest.raises(ServerError, match=f"server_port: {busy.port} is not allowed .*leave server_port out"):
+            serve(resolved("sglang", "ar", weights=weights), busy, tmp_path)
+
+
+def test_two_runs_do_not_share_a_folder(place, tmp_path):
+    launch = server.Launch((sys.executable, str(ROOT / "tests/fake_server.py"), "sglang"))
+    with server.Server(launch, folder=place.folder, start_seconds=20) as first:
+        with pytest.raises(BlockingIOError), server.Server(launch, folder=place.folder):
+            pass
+        assert first.is_alive()
+
+
+def test_children_that_ignore_the_polite_signal_end_too(place, tmp_path, weights, monkeypatch):
+    fault(monkeypatch, spawn=True)
+    monkeypatch.setattr(keeper, "GRACE", 0.5)
+    serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), place, tmp_path, count=1)
+    assert nothing_runs(place)
+
+
+def run_script(cell, place, tmp_path, prompts):
+    call = [sys.executable, "workflows/scripts/serve_cell.py", "--cell", json.dumps(on_cpu(cell))]
+    call += ["--prompts", str(prompts), "--out", str(tmp_path / "cell"), "--log", str(tmp_path / "log")]
+    call += ["--server-python", place.python, "--server-folder", str(place.folder), "--commit", "test"]
+    return subprocess.Popen(call, cwd=ROOT, env=environment_of(ROOT), stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_runner_takes_its_server_along(place, tmp_path, weights, monkeypatch):
+    fault(monkeypatch, start_seconds=600, spawn=True)
+    runner = run_script(resolved("sglang", "ar", weights=weights), place, tmp_path, write_prompts(tmp_path))
+    wait_for(lambda: (place.folder / "server.json").exists() and len(processes_of(mark(place))) >= 3)
+    word = mark(place)
+    runner.kill()
+    runner.wait()
+    # the keeper asks, waits and kills
+    wait_for(lambda: not processes_of(word), seconds=30)
+
+
+def mark(place) -> str:
+    return f"{keeper.MARK}={json.loads((place.folder / 'server.json').read_text())['token']}"
+
+
+def wait_for(condition, seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_an_orphan_of_an_earlier_run_ends_before_the_next_server_starts(place, tmp_path, weights):
+    place.folder.mkdir()
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, keeper.MARK: "lost"}
+    )
+    (place.folder / "server.json").write_text(json.dumps({"token": "lost"}))
+    serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), place, tmp_path, count=1)
+    assert orphan.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_failing_cell_exits_with_a_status_and_says_why(place, tmp_path, weights, monkeypatch):  # C099
+    fault(monkeypatch, exit_at_start=3)
+    runner = run_script(resolved("sglang", "ar", weights=weights), place, tmp_path, write_prompts(tmp_path))
+    _, text = runner.communicate(timeout=60)
+    assert runner.returncode == 1 and "out of memory on this card" in text and "Traceback" not in text
+
+
+def test_cells_of_one_server_share_it(place, tmp_path, weights):
+    from serve_cell import run_cell
+
+    prompts = write_prompts(tmp_path)
+    with Session(place) as session:
+        ports = []
+        for setting in ("t0", "t1"):
+            cell = on_cpu(resolved("sglang", "dflash", setting=setting, weights=weights, max_new_tokens=4))
+            run_cell(cell, prompts=prompts, out=tmp_path / setting, session=session, commit="test")
+            ports.append(session.server.port)
+        run_cell(
+            on_cpu(resolved("sglang", "ar", weights=weights, max_new_tokens=4)),
+            prompts=prompts,
+            out=tmp_path / "ar",
+            session=session,
+            commit="test",
+        )
+        assert ports[0] == ports[1] and len(processes_of(mark(place))) >= 1
+    assert nothing_runs(place)
+
+
+def test_a_dry_run_lists_served_cells(tmp_path, weights):
+    folder = checkout(tmp_path, weights)
+    arguments = ["-n", "--configfile", "workflows/config/engines.yaml"]
+    config = [f"weights={weights}", "methods=ar,dflash,ddtree,tfm", "datasets=sample-math"]
+    counts = jobs(snakemake(folder, *arguments, config=config))
+    assert counts["serve_cell"] == 8 and "decode_cell" not in counts
+    counts = jobs(snakemake(folder, *arguments, config=[*config, "engine=torch"]))
+    assert counts["decode_cell"] == 8 and "serve_cell" not in counts
+    text = snakemake(folder, *arguments, config=[*config, "engine=vllm"], expect=1)
+    assert "method: 'ddtree' is not allowed with engine vllm" in text and "no tree attention" in text
+
+
+def test_the_workflow_serves_a_cell_and_tables_its_records(place, tmp_path, weights, monkeypatch):
+    folder = checkout(tmp_path / "code", weights)
+    config = [f"weights={weights}", "methods=ar,dflash", "datasets=sample-math", "prompts=2", "temperatures=0"]
+    config += ["max_new_tokens=6", f"server_python={place.python}", "dtype=float32"]
+    path = "results/engines/cells/sglang/mini/sample-math"
+    # nvidia-smi of a machine with a card
+    write_smi(tmp_path, monkeypatch)
+    arguments = ["--configfile", "workflows/config/engines.yaml"]
+    targets = [f"{path}/{method}/t0/seed0/requests.parquet" for method in ("ar", "dflash")]
+    snakemake(folder, *targets, *arguments, config=config)
+    facts = json.loads((folder / path / "dflash/t0/seed0/cell.json").read_text())
+    assert facts["device"]["name"] == "NVIDIA Fake" and facts["cell"]["server"]["flags"]["page-size"] == 1
+    steps = pq.read_table(folder / path / "dflash/t0/seed0/steps.parquet").to_pylist()
+    assert steps and {step["nodes"] for step in steps} == {16}
+    assert "Nothing to be done" in snakemake(folder, *targets, *arguments, config=config)
+
+
+def write_smi(tmp_path, monkeypatch) -> None:
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho GPU-0123-fake-$$, NVIDIA Fake, 1000, 9.0, 580.1\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
