@@ -102,7 +102,8 @@ def _measure(x: torch.Tensor, weights: list[torch.Tensor], deadline: float) -> d
 def candidates(tokens: int, out_rows: int, inner: int):
     """Yield the tiles worth trying for a product."""
     few = tokens <= 32
-    sizes = ((32, 64, 128), (128, 256), (3, 4, 6)) if few else ((64, 128), (64, 128), (3, 4, 5))
+    # the tokens are read again for every block of the weight's rows: many tokens want large blocks
+    sizes = ((32, 64, 128), (128, 256), (3, 4, 6)) if few else ((64, 128, 256), (64, 128), (3, 4, 5))
     for block_out, block_in, stages, splits in itertools.product(*sizes, (1, 2, 4, 8)):
         programs = -(-out_rows // block_out)
         # waves of 132 multiprocessors: neither idle ones nor crumbs
@@ -110,7 +111,7 @@ def candidates(tokens: int, out_rows: int, inner: int):
             continue
         # the stages must fit beside each other
         if stages * 2 * block_in * (block_out + sum(linear_triton.token_blocks(tokens))) <= BLOCK_SHARED:
-            yield Choice("triton", block_out, block_in, splits, 8 if block_out == 128 else 4, stages)
+            yield Choice("triton", block_out, block_in, splits, 4 if block_out < 128 else 8, stages)
 
 
 def replay_us(call, operands: list, rounds: int = 6) -> float:
