@@ -1,0 +1,88 @@
+"""Cells decoded side by side: the records are those of decode_cell, the order of the methods alternates."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+import pyarrow.parquet as pq
+import pytest
+from workflow_runs import NANO, ROOT
+
+from baselines import suite
+from tfm.cells import is_whole, load_cells
+from tfm.prompts import PreparedPrompt
+
+sys.path.insert(0, str(ROOT / "workflows/scripts"))
+FIELDS = {name: "x" for name in ("dataset", "domain", "category", "template", "sha256")}
+SMALL = {
+    "datasets": ["sample-math"],
+    "max_new_tokens": 6,
+    "requests": 1,
+    "seeds": [0, 1],
+    "methods": ["ar", "tfm"],
+    "audit": [],
+}
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """A plan of two methods at two seeds on three prompts."""
+    out = tmp_path_factory.mktemp("paired")
+    config = suite.resolve({**NANO, **SMALL, "engine": "torch-static", "forms": "torch"})
+    cells = [cell for cell in suite.expand(config) if cell["part"] == "headline" and cell["setting"] == "t1"]
+    rows = [PreparedPrompt(id=f"q{i}", index=i, tokens=list(range(20, 30 + i)), **FIELDS) for i in range(3)]
+    prompts = out / "results/nano/prompts" / cells[0]["target"] / "sample-math.jsonl"
+    prompts.parent.mkdir(parents=True)
+    prompts.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    (out / "plan.json").write_text(json.dumps({"cells": cells}))
+    return out, cells, prompts
+
+
+def options(out, **more):
+    given = {"list": out / "plan.json", "out": out, "commit": "test", "part": "0/1", "seconds": None}
+    return argparse.Namespace(**{**given, **more})
+
+
+def test_records_are_those_of_single_cells_and_prompts_alternate(plan, tmp_path, monkeypatch):
+    import run_paired
+    from decode_cell import run_cell
+
+    out, cells, prompts = plan
+    order, decode = [], run_paired.Runner.decode
+
+    def noted(self, prompt, detokenise):
+        order.append((self.cell["seed"], prompt.id, self.cell["decode"]["method"]))
+        return decode(self, prompt, detokenise)
+
+    monkeypatch.setattr(run_paired.Runner, "decode", noted)
+    assert run_paired.run(options(out)) == {"groups": 3, "prompts": 12, "left": 0, "failed": {}}
+    timed = [(prompt, method) for seed, prompt, method in order if seed == 0]
+    assert timed == [("q0", "ar"), ("q0", "tfm"), ("q1", "tfm"), ("q1", "ar"), ("q2", "ar"), ("q2", "tfm")]
+    for number, cell in enumerate(cells):
+        run_cell(cell, prompts=prompts, out=tmp_path / str(number), commit="test")
+        folders = [out / cell["path"], tmp_path / str(number)]
+        assert is_whole(folders[0])
+        one, other = (pq.read_table(folder / "requests.parquet").to_pylist() for folder in folders)
+        assert [row["output_tokens"] for row in one] == [row["output_tokens"] for row in other]
+        one, other = (pq.read_table(folder / "steps.parquet").to_pylist() for folder in folders)
+        assert one == other
+        manifests = [load_cells([folder]).cells[0] for folder in folders]
+        assert len({manifest["cell_digest"] for manifest in manifests}) == 1
+        assert (pq.read_table(folders[0] / "requests.parquet")["wall_us"][0].as_py() is None) == (cell["seed"] == 1)
+
+
+def test_what_is_done_is_not_decoded_again_and_parts_share_the_groups(plan):
+    import run_paired
+
+    out, cells, _ = plan
+    assert run_paired.run(options(out))["prompts"] == 0
+    groups = run_paired.groups_of(cells)
+    # timed cells of a seed together, the others alone
+    assert [len(group) for group in groups] == [2, 1, 1]
+    for cell in cells:
+        (out / cell["path"] / "cell.json").unlink()
+    counts = [run_paired.run(options(out, part=f"{part}/2")) for part in (0, 1)]
+    assert [found["groups"] for found in counts] == [2, 1]
+    assert sum(found["prompts"] for found in counts) == 12
+    assert all(is_whole(out / cell["path"]) for cell in cells)
