@@ -1,4 +1,4 @@
-"""Kill Snakemake, or a cell, at random moments of a small suite; resume; compare with a run that nobody disturbed."""
+"""Kill Snakemake, a cell or a worker at random moments of a small suite; resume; compare with an undisturbed run."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +29,13 @@ from tfm.manifest import environment  # noqa: E402
 from tfm.side_file import NAME, count_records  # noqa: E402
 
 DESCRIPTION = """
-Runs a slice of suite nano in copies of the code in a temporary folder: once undisturbed, then once for each moment with
-kill -9 of Snakemake (the cells live on as orphans), and once for each with kill -9 of a cell. Each time `tfm resume`
-follows. Checks that all columns but times equal the undisturbed run's, that no finished prompt was decoded twice (the
-cells note each prompt once its record is on disk), and that no process or lock is left. Adds to --log, a line a kill
-without host, user or absolute path, and to --trials, whose sum campaign_log.py makes: a campaign that was stopped goes
-on where it stopped, and --moments 50 after --moments 10 makes the other 40. Last line of stdout: one JSON object. Exit
-1 when a check fails.
+Runs a slice of suite nano in copies of the code in a temporary folder: once undisturbed, then, at random moments, in
+turn with kill -9 of Snakemake (its scripts live on as orphans), of a cell, and of a worker: the shell in which
+Snakemake runs a job, whose script lives on. Each time `tfm resume` follows. Checks that all columns but times equal the
+undisturbed run's, that no finished prompt was decoded twice (the cells note each prompt once its record is on disk),
+and that no process or lock is left. Adds to --log, a line a kill without host, user or absolute path, and to --trials,
+whose sum campaign_log.py makes: a campaign that was stopped goes on where it stopped, and --moments 50 after
+--moments 10 makes the other 40. Last line of stdout: one JSON object. Exit 1 when a check fails.
 """
 SLICE = ["datasets=sample-math", "methods=ar,tfm", "prompts=6", "max_new_tokens=48", "temperatures=1", "seeds=0"]
 SLICE += [f"{key}=[]" for key in ("widths", "candidate_counts", "children_counts", "depths", "residuals", "audit")]
@@ -130,22 +131,32 @@ def kill_driver(run: Run, after: float) -> str | None:
 
 def kill_cell(run: Run, after: float) -> str | None:
     """Kill the first cell that runs `after` seconds from the start or later; None when none did."""
+    return kill_job(run, after, lambda process, driver: process.runs("decode_cell.py"))
+
+
+def kill_worker(run: Run, after: float) -> str | None:
+    """Kill the shell in which Snakemake runs a job: Snakemake takes the job for failed, its script lives on."""
+    return kill_job(run, after, lambda process, driver: process.parent == driver and process.runs("bash"))
+
+
+def kill_job(run: Run, after: float, is_meant: Callable[[Process, int], bool]) -> str | None:
+    """Kill the first process meant that runs `after` seconds from the start or later; None when none did."""
     start, killed = time.monotonic(), None
     with run.start() as driver:
         while driver.poll() is None and killed is None:
             time.sleep(0.01)
-            cells = [process for process in run.jobs() if process.runs("decode_cell.py")]
-            if time.monotonic() - start >= after and cells:
+            found = [process for process in processes_in(run.folder) if is_meant(process, driver.pid)]
+            if time.monotonic() - start >= after and found:
                 killed = run.progress()
                 try:
-                    os.kill(cells[0].pid, signal.SIGKILL)
+                    os.kill(found[0].pid, signal.SIGKILL)
                 except ProcessLookupError:
                     killed = None
         driver.wait(timeout=600)
     if killed is None:
         return None
     # killed on its way out, after its records: the job is done, and Snakemake may be content
-    return f"{killed}; snakemake exits {driver.returncode}"
+    return f"{killed}; snakemake exits {driver.returncode}, {len(run.jobs())} scripts left running"
 
 
 def problems_after(run: Run, resumed: subprocess.CompletedProcess, reference: Path) -> list[str]:
@@ -183,8 +194,10 @@ def campaign(options: argparse.Namespace, work: Path, trials: Trials, say) -> in
     seconds = run_undisturbed(undisturbed)
     say(f"undisturbed: {undisturbed.progress()} in {seconds:.1f} s")
     failures = 0
-    for what, kill in (("snakemake", kill_driver), ("cell", kill_cell)):
-        for number in range(1, options.moments + 1):
+    kinds = {"snakemake": kill_driver, "cell": kill_cell, "worker": kill_worker}
+    # in turn, so that a campaign that is stopped has tried all of them
+    for number in range(1, options.moments + 1):
+        for what, kill in kinds.items():
             name = f"seed {options.seed}, kill {number}"
             if not trials.has(f"kill_{what}", name):
                 run = Run(work / "killed", arguments)

@@ -51,7 +51,7 @@ def copy(finished, tmp_path) -> Path:
 # kills
 
 
-@pytest.mark.parametrize("what", ["snakemake", "cell"])
+@pytest.mark.parametrize("what", ["snakemake", "cell", "worker"])
 def test_after_kill_minus_9_resume_gives_the_records_of_an_undisturbed_run(finished, tmp_path, tiny_weights, what):
     """snakemake#1318, snakemake#1497. One kill of each kind; tests/campaign_kill.py kills at many random moments."""
     arguments = ("--cores", "1", f"{AR}/requests.parquet", "--config", *SLICE)
@@ -61,10 +61,11 @@ def test_after_kill_minus_9_resume_gives_the_records_of_an_undisturbed_run(finis
     with run.start() as driver:
         wait_for(lambda: count_records(folder / AR / "done.jsonl") == 1 or driver.poll() is not None)
         [cell] = run.jobs()
-        os.kill(driver.pid if what == "snakemake" else cell.pid, signal.SIGKILL)
+        # a worker is the shell in which Snakemake runs the cell
+        os.kill({"snakemake": driver.pid, "cell": cell.pid, "worker": cell.parent}[what], signal.SIGKILL)
         assert driver.wait(timeout=240) != 0
     assert not (folder / AR / "cell.json").exists()
-    assert [process.pid for process in run.jobs()] == ([cell.pid] if what == "snakemake" else [])
+    assert [process.pid for process in run.jobs()] == ([] if what == "cell" else [cell.pid])
     resumed = run.resume()
     assert not campaign_kill.problems_after(run, resumed, finished)
     assert read_cell(folder / AR)["resumed_requests"] == 1
