@@ -16,6 +16,9 @@ import report_html
 from tree_steps import as_json, outline, traced_cells
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; Debian's package is chromium")
+AXE = ROOT / "node_modules/axe-core/axe.min.js"
+NO_AXE = f"no {AXE.relative_to(ROOT)}: npm install --no-save --prefix . axe-core@4.14.1"
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +121,17 @@ def test_without_a_script_the_trees_are_told_and_text_cannot_end_the_script():
 # --- in a browser
 
 
-def in_browser(folder, script: str, body: str, *, width: int = 1000):
-    """What `script` returns, run in a page of `body` once its own scripts ran."""
+def in_browser(folder, script: str, body: str, *, width: int = 1000, flags: tuple[str, ...] = ()):
+    """What the body of an async function `script` returns, run in a page of `body` once its own scripts ran."""
     file, style = folder / "page.html", f"<style>{report_html.STYLE}</style>"
-    answer = f"document.getElementById('answer').textContent = JSON.stringify((() => {{{script}}})())"
+    answer = f"(async () => {{{script}}})().then((found) => {{ answer.textContent = JSON.stringify(found) }})"
     head = f"<!doctype html><html lang=en><head><meta charset=utf-8><title>t</title>{style}</head>"
-    file.write_text(f"{head}<body>{body}<pre id=answer></pre><script>{answer}</script></body></html>")
-    call = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},800", "--dump-dom"]
-    call.append(str(file))
-    done = subprocess.run(call, capture_output=True, text=True, timeout=120)
-    found = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
+    file.write_text(f"{head}<body>{body}<pre id=answer hidden></pre><script>{answer}</script></body></html>")
+    call = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},800", *flags]
+    # virtual time: what a script waits for comes at once
+    call += ["--virtual-time-budget=120000", "--dump-dom", str(file)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=240)
+    found = re.search(r'<pre id="answer" hidden="">(.+?)</pre>', done.stdout, re.DOTALL)
     assert found, done.stderr[-2000:]
     return json.loads(html.unescape(found[1]))
 
@@ -145,7 +149,7 @@ return { seen, wide: document.documentElement.scrollWidth > window.innerWidth, n
 """
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@in_chromium
 def test_the_viewer_walks_by_keyboard_and_mouse(tmp_path):
     found = in_browser(tmp_path, WALK, "".join(report_arms.viewer(TREES)), width=500)
     said = [text for text, _ in found["seen"]]
@@ -164,7 +168,7 @@ def test_the_viewer_walks_by_keyboard_and_mouse(tmp_path):
     assert "<i>: 0.1 given its parent, not accepted" in said[11]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@in_chromium
 def test_the_page_fits_a_phone_and_a_wide_screen(finished, page, tmp_path):
     body = page.partition("<body>")[2].rpartition("</body>")[0]
     script = (
@@ -174,3 +178,39 @@ def test_the_page_fits_a_phone_and_a_wide_screen(finished, page, tmp_path):
     for width in (500, 1600):
         over, sections = in_browser(tmp_path, script, body, width=width)
         assert over <= 0 and sections > 8, f"{over} px too wide at {width}"
+
+
+CHECK = """
+AXE
+document.querySelectorAll("details").forEach((one) => { one.open = true; });
+PLANT
+const tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"];
+const found = await axe.run(document.body, { runOnly: { type: "tag", values: tags } });
+const violations = found.violations.map((one) => `${one.id}: ${one.help}, ${one.nodes[0].html.slice(0, 200)}`);
+return { violations, passes: found.passes.length, dark: matchMedia("(prefers-color-scheme: dark)").matches };
+"""
+DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
+
+
+def axe_of(page: str, folder, *, plant: str = "", **options) -> dict:
+    """What axe finds on a page whose folded parts are open."""
+    body = page.partition("<body>")[2].rpartition("</body>")[0]
+    return in_browser(folder, CHECK.replace("PLANT", plant).replace("AXE", AXE.read_text()), body, **options)
+
+
+@in_chromium
+@pytest.mark.skipif(not AXE.exists(), reason=NO_AXE)
+@pytest.mark.parametrize(("width", "flags"), [(500, ()), (1600, ()), (1000, DARK)], ids=["narrow", "wide", "dark"])
+def test_axe_finds_no_fault_on_the_page(page, tmp_path, width, flags):
+    found = axe_of(page, tmp_path, width=width, flags=flags)
+    assert found["violations"] == [] and found["passes"] > 25 and found["dark"] is bool(flags)
+
+
+@in_chromium
+@pytest.mark.skipif(not AXE.exists(), reason=NO_AXE)
+def test_axe_names_a_planted_fault(page, tmp_path):
+    """An image without a text and a text that hardly stands out: the check can fail."""
+    plant = 'document.querySelector("figure img").removeAttribute("alt");'
+    plant += 'document.querySelector("figcaption").style.color = "#bbb";'
+    found = axe_of(page, tmp_path, plant=plant)["violations"]
+    assert {text.partition(":")[0] for text in found} >= {"image-alt", "color-contrast"}

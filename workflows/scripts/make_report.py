@@ -11,7 +11,20 @@ import pandas as pd
 from captions import TITLES
 from make_tables import readable
 from report_arms import by_domain, configurations, viewer
-from report_html import STYLE, anchor, chip, code, facts, folded, number, plain_table, table, with_interval
+from report_html import (
+    STYLE,
+    anchor,
+    chip,
+    code,
+    facts,
+    folded,
+    image,
+    number,
+    plain_table,
+    table,
+    temperature,
+    with_interval,
+)
 from tree_steps import traced_cells, trees_of
 
 from baselines.suite import FIGURE_TABLES, setting_name
@@ -100,7 +113,7 @@ def headline(folder: Path, config: dict) -> list[str]:
         values = [with_interval(row.get(key), row.get(f"{key}_low"), row.get(f"{key}_high")) for key in COLUMNS]
         same = "" if pd.isna(row.get("compared")) else f"{row['same_as_ar']:.0f} of {row['compared']:.0f}"
         notes = "; ".join(str(row[key]) for key in ("flag", "reason") if key in row and not pd.isna(row[key]))
-        rows.append([_temperature(row["setting"]), link, code(row["variant"]), *values, same, number(row.get("n"))])
+        rows.append([temperature(row["setting"]), link, code(row["variant"]), *values, same, number(row.get("n"))])
         rows[-1].append(html.escape(notes))
     head = ["setting", "method", "variant", *COLUMNS.values(), "same as ar", "prompts", "notes"]
     if not any(row[-1] for row in rows):
@@ -123,7 +136,7 @@ def in_words(summary: dict, config: dict) -> str:
     tau = summary.get(f"tau_tfm_{mark}") or {}
     if tau.get("value") is None:
         return ""
-    text = f"At {_temperature(setting)} DFlash-TfM emits {_said(tau)} tokens a step"
+    text = f"At {temperature(setting)} DFlash-TfM emits {_said(tau)} tokens a step"
     ratios = [(f"ratio_tau_tfm_{other}_{mark}", METHODS[other]) for other in ("dflash", "ddtree", "dartree")]
     known = [(_said(summary[key]), name) for key, name in ratios if (summary.get(key) or {}).get("value") is not None]
     text += ", " + " and ".join(f"{value} times the {name}'s" for value, name in known) if known else ""
@@ -148,7 +161,7 @@ def pairs(folder: Path) -> list[str]:
         for metric, kind in (("accepted", "difference"), ("accepted", "ratio"), ("tau", "ratio"), ("tok_s", "ratio")):
             row = by_metric.loc[metric] if metric in by_metric.index else {}
             cells.append(with_interval(row.get(kind), row.get(f"{kind}_low"), row.get(f"{kind}_high")))
-        rows.append([_temperature(setting), f"{one} over {other}", *cells, number(by_metric["n"].iloc[0])])
+        rows.append([temperature(setting), f"{one} over {other}", *cells, number(by_metric["n"].iloc[0])])
     head = ["setting", "pair", "accepted, difference", "accepted, ratio", "tau, ratio", "tokens/s, ratio", "prompts"]
     note = "The same prompts and seeds in both arms, resampled together."
     return ["<h3>Paired on the same prompts</h3>", table(head, rows, caption=note, numbers=head[2:], cards=True)]
@@ -178,7 +191,7 @@ def lossless(folder: Path, config: dict) -> list[str]:
         "<p>The noise of a token is a function of seed, prompt and position, so that every lossless method emits "
         f"autoregressive decoding's tokens at any temperature. {code(check)} runs the check; in float32 it expects no "
         "difference.</p>",
-        table(["type", "measured here", "expected"], rows),
+        table(["type", "measured here", "expected"], rows, cards=True),
         *(audit if rules else []),
     ]
 
@@ -191,9 +204,9 @@ def figures(folder: Path, config: dict) -> list[str]:
         short = (folder / f"figures/{name}.txt").read_text().partition("\n")[0]
         source = FIGURE_TABLES[name]
         link = f'<a href="#{anchor("table", source)}">numbers, counts and conditions</a>'
-        image = f'<img alt="{html.escape(short.removesuffix("."))}" src="data:image/svg+xml;base64,{data}">'
+        picture = image(short.removesuffix("."), f"data:image/svg+xml;base64,{data}")
         text = f"<figcaption>{html.escape(short)} {link}</figcaption>"
-        parts.append(f'<figure id="{anchor("figure", name)}">{image}{text}</figure>')
+        parts.append(f'<figure id="{anchor("figure", name)}">{picture}{text}</figure>')
     return parts
 
 
@@ -212,7 +225,8 @@ def comparison(folder: Path) -> list[str]:
             row["row"],
             "" if pd.isna(row["reason"]) or row["reason"] == common else html.escape(row["reason"]),
         )
-        name = f'{code(row["item"])} <span class="soft">{html.escape(str(row["unit"]))}</span>'
+        item = code(row["item"]).replace("_", "_<wbr>")
+        name = f'{item} <span class="soft">{html.escape(str(row["unit"]))}</span>'
         source = f'<span class="soft">paper: {html.escape(str(row["source"]))}</span>'
         ours = with_interval(row["ours"], row["low"], row["high"])
         remark = "<br>".join(filter(None, [reason, source]))
@@ -303,19 +317,12 @@ def _cells(manifest: dict) -> list[str]:
     head = ["cell", "prompts", "seconds", "ended", "digest", "code", "prompt file"]
     return [
         folded(
-            f"{code(variant)} at {_temperature(setting)}: {len(rows)} cell{'s' * (len(rows) > 1)}",
-            table(
-                head, rows, caption=f"{variant}, {_temperature(setting)}: its cells.", numbers=["prompts", "seconds"]
-            ),
+            f"{code(variant)} at {temperature(setting)}: {len(rows)} cell{'s' * (len(rows) > 1)}",
+            table(head, rows, caption=f"{variant}, {temperature(setting)}: its cells.", numbers=["prompts", "seconds"]),
             name=anchor("cells", variant, setting),
         )
         for (variant, setting), rows in groups.items()
     ]
-
-
-def _temperature(setting: str) -> str:
-    value, _, think = setting.removeprefix("t").partition("-")
-    return f"T = {value}" + (", reasoning on" if think else "")
 
 
 def _said(entry: dict) -> str:

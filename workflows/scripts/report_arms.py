@@ -5,7 +5,7 @@ from pathlib import Path
 
 import arms
 import pandas as pd
-from report_html import code, number, table, with_interval
+from report_html import code, number, table, temperature, with_interval
 from tree_steps import as_json, outline
 
 VIEWER = Path(__file__).with_name("tree_viewer.js")
@@ -73,7 +73,13 @@ def by_domain(folder: Path, config: dict, names: dict[str, str]) -> list[str]:
             values = [with_interval(row.get(key), row.get(f"{key}_low"), row.get(f"{key}_high")) for key in NUMBERS]
             method = names[row["variant"].partition("-")[0]]
             rows.append(
-                [html.escape(row["dataset"]), row["setting"], html.escape(method), *values, number(row.get("n"))]
+                [
+                    html.escape(row["dataset"]),
+                    temperature(row["setting"]),
+                    html.escape(method),
+                    *values,
+                    number(row.get("n")),
+                ]
             )
         head = ["prompt set", "setting", "method", *NUMBERS.values(), "prompts"]
         numbers = [*NUMBERS.values(), "prompts"]

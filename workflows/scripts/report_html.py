@@ -15,7 +15,7 @@ STYLE = """
     --good: #4fc3a1; --bad: #f0a070; --open: #bda3e0; --chip: #262d35; }
   figure img { filter: invert(0.915) hue-rotate(180deg); } }
 * { box-sizing: border-box; }
-html { scroll-padding-top: 3.5rem; }
+html { scroll-padding-top: 5rem; }
 body { margin: 0 auto; max-width: 74rem; padding: 0 1rem 5rem; background: var(--page); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; }
 a { color: var(--link); text-decoration-thickness: 1px; text-underline-offset: .15em; }
@@ -23,8 +23,8 @@ header { padding: 1.5rem 0 .5rem; } h1 { font-size: 1.6rem; line-height: 1.2; ma
 h2 { font-size: 1.25rem; margin: 3rem 0 .5rem; } h3 { font-size: 1rem; margin: 1.5rem 0 .25rem; }
 p, li, summary { max-width: 46rem; } .soft, figcaption, caption { color: var(--soft); font-size: .875rem; }
 nav { position: sticky; top: 0; z-index: 2; margin: 0 -1rem; padding: .5rem 1rem; background: var(--page);
-  border-bottom: 1px solid var(--line); overflow-x: auto; white-space: nowrap; font-size: .9rem; }
-nav a { margin-right: 1.1rem; text-decoration: none; }
+  border-bottom: 1px solid var(--line); font-size: .9rem; }
+nav a { display: inline-block; padding: .15rem 0; margin-right: 1.1rem; text-decoration: none; }
 caption { caption-side: top; text-align: left; padding-bottom: .4rem;
   position: sticky; left: 0; width: min(46rem, calc(100vw - 2rem)); white-space: normal; }
 .scroll { overflow-x: auto; margin: .75rem 0 1.25rem; }
@@ -33,13 +33,14 @@ th, td { padding: .32rem .9rem .32rem 0; text-align: left; border-bottom: 1px so
   vertical-align: top; }
 th { color: var(--soft); font-weight: 600; font-size: .8rem; } tbody tr:hover { background: var(--band); }
 td.number, th.number { text-align: right; } td > .soft { font-size: .85em; }
-td.long { white-space: normal; min-width: 13rem; }
+td.long { white-space: normal; min-width: 10.5rem; }
 .ci { color: var(--soft); font-size: .8em; margin-left: .35em; }
 .chip { display: inline-block; padding: 0 .5em; border-radius: .7em; background: var(--chip); white-space: nowrap; }
 .pass, .yes { color: var(--good); } .fail, .no { color: var(--bad); } .open { color: var(--open); }
 figure { margin: 1.75rem 0; } figure img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
 details { margin: .5rem 0; } summary { cursor: pointer; } details > .scroll { margin: .5rem 0 1.5rem; }
 .controls { display: flex; flex-wrap: wrap; gap: .5rem 1.25rem; align-items: center; margin: .5rem 0; }
+.controls label { max-width: 100%; } .controls label select { display: block; width: 100%; }
 .controls select, .controls button { font: inherit; color: var(--ink); background: var(--chip); padding: .15rem .6rem;
   border: 1px solid var(--line); border-radius: 4px; max-width: 100%; } .controls button:disabled { opacity: .45; }
 .stepper { display: inline-flex; gap: .5rem; align-items: center; } .controls input { accent-color: var(--link); }
@@ -55,18 +56,22 @@ details { margin: .5rem 0; } summary { cursor: pointer; } details > .scroll { ma
 code { font-size: .85em; overflow-wrap: anywhere; } dl { display: grid; grid-template-columns: max-content 1fr;
   gap: .2rem 1rem; font-size: .9rem; } dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 40rem) {
+  nav { overflow-x: auto; white-space: nowrap; } figure img { max-width: none; width: 44rem; }
   body { font-size: .95rem; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
   table.cards thead { display: none; }
   table.cards, table.cards tbody, table.cards tr, table.cards td { display: block; }
   table.cards tr { border-bottom: 1px solid var(--line); padding: .5rem 0; }
-  table.cards td { border: 0; padding: .05rem 0; text-align: left; white-space: normal; min-width: 0; }
+  table.cards td { border: 0; padding: .05rem 0 .05rem 9.5rem; text-align: left; white-space: normal; min-width: 0; }
   table.cards td[data-name]::before { content: attr(data-name) " "; color: var(--soft); font-size: .85em;
-    display: inline-block; min-width: 8rem; }
-  table.cards td[data-name="setting"], table.cards td[data-name="method"], table.cards td[data-name="pair"],
-  table.cards td[data-name="item of the paper"] { display: inline-block; font-weight: 600; margin-right: .6rem; }
-  table.cards td[data-name="setting"]::before, table.cards td[data-name="method"]::before,
-  table.cards td[data-name="pair"]::before, table.cards td[data-name="item of the paper"]::before,
-  table.cards td[data-name="number"]::before, table.cards td[data-name="remarks"]::before { content: none; }
+    display: inline-block; width: 9.5rem; margin-left: -9.5rem; }
+  table.cards td:is([data-name="setting"], [data-name="method"], [data-name="pair"], [data-name="prompt set"],
+    [data-name="item of the paper"], [data-name="type"]) { display: inline-block; font-weight: 600;
+    margin-right: .6rem; }
+  table.cards td:is([data-name="setting"], [data-name="method"], [data-name="pair"], [data-name="prompt set"],
+    [data-name="item of the paper"], [data-name="type"], [data-name="number"], [data-name="remarks"]) {
+    padding-left: 0; } table.cards td:is([data-name="setting"], [data-name="method"], [data-name="pair"],
+    [data-name="prompt set"], [data-name="item of the paper"], [data-name="type"], [data-name="number"],
+    [data-name="remarks"])::before { content: none; }
   table.cards td:empty:empty, table.cards td[data-name="variant"] { display: none; } }
 @media print { nav, .controls { display: none; } .tree { max-height: none; overflow: hidden; }
   details > *:not(summary) { display: block; } body { max-width: none; }
@@ -97,6 +102,20 @@ def number(value, digits: int = 3) -> str:
     if size < 5e-4:
         return f"{value:.1e}"
     return f"{value:.{max(0, digits - 1 - (0 if size < 1 else len(str(int(size))) - 1))}f}"
+
+
+def temperature(setting: str) -> str:
+    """Return a setting as a reader says it."""
+    value, _, think = setting.removeprefix("t").partition("-")
+    return f"T = {value}" + (", reasoning on" if think else "")
+
+
+def image(text: str, source: str) -> str:
+    """Return an image with its text; on a narrow screen it keeps its size and scrolls."""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="figure: {html.escape(text[:60])}">'
+        f'<img alt="{html.escape(text)}" src="{source}"></div>'
+    )
 
 
 def with_interval(value, low, high) -> str:
@@ -156,7 +175,7 @@ def code(text: str) -> str:
 
 
 def _cell(name: str, kind: str, text: str) -> str:
-    is_long = not kind and len(re.sub("<[^>]*>", "", text)) > 40
+    is_long = not kind and len(re.sub("<[^>]*>", "", text)) > 28
     return _element("td", "long" if is_long else kind, text, f' data-name="{html.escape(name)}"')
 
 
