@@ -1,7 +1,5 @@
 """Time GDN tree verification, one layer a call, for every backend of the device that passes its check."""
 
-import argparse
-import json
 import logging
 import sys
 import time
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
-from probe_records import write_rows
+from probe_records import run_probe, write_rows
 from torch import Tensor
 
 from tfm import device, manifest
@@ -201,20 +199,5 @@ def _paths(parents: list[int]) -> list[list[int]]:
     return paths
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", required=True, help="resolved settings, JSON text (baselines.probes.kernels)")
-    parser.add_argument("--out", required=True, type=Path, help="the suite's folder kernels/")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        facts = run(json.loads(options.settings), options.out)
-    except ValueError as error:
-        print(f"bench_kernel: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({"kernels": str(options.out), "baseline": facts["baseline"], "seconds": facts["seconds"]}))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_probe("kernels", DESCRIPTION, run, told="baseline"))

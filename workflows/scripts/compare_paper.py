@@ -118,7 +118,7 @@ def to_markdown(rows: list[dict]) -> str:
     """Return the inventory as a Markdown table."""
     lines = ["| " + " | ".join(COLUMNS[:-1]) + " |", "|" + " --- |" * (len(COLUMNS) - 1)]
     for row in rows:
-        cells = [_shown(row[name]).replace("|", "\\|") for name in COLUMNS[:-1]]
+        cells = [shown(row[name]).replace("|", "\\|") for name in COLUMNS[:-1]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -133,7 +133,8 @@ def write_comparison(rows: list[dict], out: Path) -> None:
     write_atomic(out.with_suffix(".md"), to_markdown(rows).encode())
 
 
-def _shown(value) -> str:
+def shown(value) -> str:
+    """Return a value as a Markdown table shows it: four digits, empty for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,6 @@
 """Estimate how many drafts marginals can get accepted: continuations of anchors in the target's own answers."""
 
-import argparse
 import hashlib
-import json
 import logging
 import sys
 import time
@@ -12,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 from decode_cell import check_weights
-from probe_records import write_rows
+from probe_records import run_probe, write_rows
 from torch import Tensor
 
 from baselines.loading import load_models
@@ -244,20 +242,5 @@ def _key(settings: dict, row: dict, what) -> bytes:
     return hashlib.sha256(f"{settings['seed']}|{row['dataset']}|{row['id']}|{what}".encode()).digest()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", required=True, help="resolved settings, JSON text (baselines.probes.ceiling)")
-    parser.add_argument("--out", required=True, type=Path, help="the suite's folder ceiling/")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        facts = run(json.loads(options.settings), options.out)
-    except ValueError as error:
-        print(f"estimate_ceiling: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({"ceiling": str(options.out), "anchors": facts["anchors"], "seconds": facts["seconds"]}))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_probe("ceiling", DESCRIPTION, run, told="anchors"))

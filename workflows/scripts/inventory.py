@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
-from compare_paper import compare, devices_of
+from compare_paper import compare, devices_of, shown
 from kernel_runs import is_kernel_run, kernel_summary, load_kernel_run
 
 from tfm.manifest import sha256_file, write_atomic, write_json
@@ -88,11 +88,11 @@ def to_markdown(entries: list[dict]) -> str:
     """Return the rows as a Markdown table, the items that decide a row's status under it."""
     lines = ["| row | what | paper | ours | n | run | status | reason |", "|" + " --- |" * 8]
     for entry in entries:
-        ours = _shown(entry["ours"])
+        ours = shown(entry["ours"])
         if entry["low"] is not None and entry["high"] is not None:
-            ours += f" [{_shown(entry['low'])}, {_shown(entry['high'])}]"
+            ours += f" [{shown(entry['low'])}, {shown(entry['high'])}]"
         what = f"{entry['what']} (`{entry['item']}`)"
-        cells = [entry["row"], what, _shown(entry["paper"]), ours, _shown(entry["n"]), entry["run"] or ""]
+        cells = [entry["row"], what, shown(entry["paper"]), ours, shown(entry["n"]), entry["run"] or ""]
         cells += [entry["status"], entry["reason"]]
         lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -113,12 +113,6 @@ def write_inventory(expected: dict, published: Path, out: Path) -> list[dict]:
 
 def _sources(folder: Path) -> tuple[str, ...]:
     return ("samples.json",) if is_kernel_run(folder) else ("summary.json",)
-
-
-def _shown(value) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:

@@ -1,7 +1,11 @@
 """Records of what a suite measures beside its cells: written with their SHA-256, read only when they match it."""
 
+import argparse
 import hashlib
 import json
+import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +33,25 @@ def write_rows(path: Path, rows: list[dict], schema: pa.Schema) -> dict:
     data = sink.getvalue().to_pybytes()
     write_atomic(path, data)
     return {"sha256": hashlib.sha256(data).hexdigest(), "rows": len(rows)}
+
+
+def run_probe(name: str, description: str, run: Callable[[dict, Path], dict], *, told: str) -> int:
+    """Be a probe's command line: read --settings and --out, run, print the fact `told`; return the exit status.
+
+    `name` is the probe's in baselines.probes and of its folder. Bad input exits 2.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", required=True, help=f"resolved settings, JSON text (baselines.probes.{name})")
+    parser.add_argument("--out", required=True, type=Path, help=f"the suite's folder {name}/")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        facts = run(json.loads(options.settings), options.out)
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({name: str(options.out), told: facts[told], "seconds": facts["seconds"]}))
+    return 0
 
 
 def load_probes(folder: Path) -> dict[str, Probe]:
