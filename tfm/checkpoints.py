@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from tfm.drafter import Drafter, DrafterConfig
+from tfm.heads import HeadConfig, build_head
 from tfm.manifest import write_atomic, write_json
 from tfm.quantise import as_bfloat16, inexact_in_bfloat16, pack, unpack
 from tfm.target import Target, TargetConfig
@@ -114,6 +115,13 @@ def load_weaver(path: Path | str, *, device="cpu", dtype: torch.dtype = torch.fl
     return _fill(lambda: Weaver(config), matched, path, device, dtype)
 
 
+def load_head(directory: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return the correction head (tfm/heads.py) of a safetensors directory."""
+    directory = Path(directory)
+    config = _parse(HeadConfig.from_dict, _read_config(directory), directory / CONFIG)
+    return _fill(lambda: build_head(config), _read(directory), directory, device, dtype)
+
+
 def save_target(target: Target, directory: Path | str, *, storage="bfloat16") -> None:
     """Write a target as a Hugging Face directory of its architecture (without tokenizer)."""
     tensors = {
@@ -130,6 +138,11 @@ def save_drafter(drafter: Drafter, directory: Path | str, *, storage="bfloat16")
 def save_weaver(weaver: Weaver, directory: Path | str, *, storage="bfloat16") -> None:
     """Write a weaver as a safetensors directory, with the released file's names and config keys."""
     write_tensors(directory, weaver.state_dict(), weaver.config.to_dict(), storage=storage)
+
+
+def save_head(head: nn.Module, directory: Path | str, *, storage="bfloat16") -> None:
+    """Write a correction head as a safetensors directory."""
+    write_tensors(directory, head.state_dict(), head.config.to_dict(), storage=storage)
 
 
 def export(source: Path | str, destination: Path | str) -> None:
