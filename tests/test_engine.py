@@ -160,6 +160,13 @@ def test_a_candidate_without_mass_is_no_node():
     assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.parents, expected.parents)
 
 
+def test_a_warm_up_is_never_longer_than_the_memory(nano):
+    config, prompts, done = settings_of("ar", max_new_tokens=3), prompts_of(nano)[:1], []
+    engine = make_engine(nano, config, prompts)
+    engine.decode(prompts, on_finish=done.append, max_new_tokens=64)
+    assert len(done[0].output_tokens) == 3
+
+
 def test_a_commit_that_moves_no_rows_changes_the_records(nano):
     """The comparison can fail: here the accepted rows stay where the tree put them."""
     config, prompts = settings_of("tfm"), prompts_of(nano)[:1]

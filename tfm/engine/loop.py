@@ -81,7 +81,9 @@ class Engine:
             )
 
     def _run(self, prompt: Prompt, on_finish, on_token, detokenise, traced: bool, cap: int | None) -> None:
-        config = self.config if cap is None else replace(self.config, max_new_tokens=cap)
+        # shortens only: the memory has room for the config's cap
+        longest = self.config.max_new_tokens
+        config = replace(self.config, max_new_tokens=longest if cap is None else min(cap, longest))
         if config.stop and detokenise is None:
             raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
         request, clock = _Request(prompt, config, detokenise), self.clock
