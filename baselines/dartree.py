@@ -5,8 +5,9 @@ branches above. Its size is fixed, so building takes one expansion a depth whate
 the B nodes to verify waits until all depths are there. The correction is a ConditionalScorer: the weaver stands where
 the authors have Domino's or DSpark's causal head. Their code lets a branch have all K candidates as children.
 
-A depth bonus <= 0 is added once a level in that selection. A child then never scores above its parent, so the B best
-are closed under prefixes and are what a best-first heap over the supertree pops (the authors' Lemma 1).
+This is the pruned mode; the fixed one is baselines/dartfixed.py, and baselines/heap.py the sequential build. A depth
+bonus <= 0 is added once a level in that selection. A child then never scores above its parent, so the B best are closed
+under prefixes and are what a best-first heap over the supertree pops (the authors' Lemma 1).
 """
 
 import torch
@@ -36,8 +37,9 @@ class Supertree:
         # of each level: node numbers, parents' numbers, tokens, cumulative and local log-probs, all [R, nodes]
         self.levels = [(zero, zero - 1, roots[:, None], zero.float(), zero.float())]
 
-    def add_level(self) -> None:
-        """Expand the last level's nodes in one batch and append the best W children."""
+    def add_level(self, width: int | None = None) -> None:
+        """Expand the last level's nodes in one batch and append the best W children, `width` of them when given."""
+        width = self._width if width is None else width
         level, (nodes, parents, tokens, scores, _) = len(self.levels) - 1, self.levels[-1]
         slots = nodes.masked_fill(scores == -torch.inf, -1)
         log_probs = self._scorer.expand(slots, parents, tokens, torch.full_like(nodes, level))
@@ -45,7 +47,7 @@ class Supertree:
         local, ranks = log_probs.sort(dim=-1, descending=True, stable=True)
         local = local[..., : self._children].masked_fill_(slots[..., None] < 0, -torch.inf)
         best, places = (local + scores[..., None]).flatten(1).sort(dim=-1, descending=True, stable=True)
-        best, places = best[:, : self._width], places[:, : self._width]
+        best, places = best[:, :width], places[:, :width]
         picks = ranks[..., : self._children].flatten(1).gather(1, places)
         number = self._count + torch.arange(places.shape[1], device=nodes.device)
         self._count += places.shape[1]
@@ -107,11 +109,8 @@ def build_depthwise(
 
     Raises ValueError for a depth without drafter rows and for a bonus that would let a child pass its parent.
     """
-    rows = marginals.tokens.shape[1]
-    if not 1 <= depth <= rows:
-        raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
     check_depth_bonus(depth_bonus)
-    marginals = without_repeats(marginals)
+    marginals = checked_marginals(marginals, depth)
     with clock.stage("weaver_prefix"):
         # the last level is not expanded
         scorer.begin(marginals, target_hidden, 1 + width * (depth - 1))
@@ -120,6 +119,14 @@ def build_depthwise(
         for _ in range(depth):
             supertree.add_level()
         return supertree.best_prefixes(budget, depth_bonus)
+
+
+def checked_marginals(marginals: Marginals, depth: int) -> Marginals:
+    """Return marginals without repeats; raises ValueError for a depth without drafter rows."""
+    rows = marginals.tokens.shape[1]
+    if not 1 <= depth <= rows:
+        raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
+    return without_repeats(marginals)
 
 
 class DARTreeProposer:
@@ -148,5 +155,5 @@ class DARTreeProposer:
 
 
 def make_proposer(config: DecodeConfig, models) -> DARTreeProposer:
-    """Return the proposer of method dartree; needs models.drafter, and models.weaver unless the residual is off."""
+    """Return the proposer of method dartree; needs models.drafter, and the config's head unless the residual is off."""
     return DARTreeProposer(config, make_scorer(config, models))

@@ -13,6 +13,7 @@ SERVED = {"sglang": "baselines.sglang", "sglang-paper": "baselines.sglang", "vll
 ENGINES = (REFERENCE, STATIC, *SERVED)
 FORMS = ("torch", "fast")  # of the static engine: PyTorch's, or Triton, graphs and measured products
 STATIC_RULES = ("greedy", "target_only")
+STATIC_METHODS = ("ar", "dflash", "ddtree", "dartree", "tfm")  # the others' proposers wait for the host
 
 
 def check_engine(engine: str, forms: str | None, config: DecodeConfig) -> None:
@@ -23,6 +24,15 @@ def check_engine(engine: str, forms: str | None, config: DecodeConfig) -> None:
         return
     if engine == STATIC and forms not in FORMS:
         raise ValueError(f"forms: {forms!r} is not allowed (allowed: {', '.join(FORMS)}); {STATIC} needs one of them")
+    for key, value, allowed in (
+        ("method", config.method, STATIC_METHODS),
+        ("head", config.head, (DecodeConfig.head,)),
+    ):
+        if value not in allowed:
+            names = ", ".join(allowed)
+            raise ValueError(
+                f"{key}: {value!r} is not allowed with engine {engine} (allowed: {names}); use engine {REFERENCE}"
+            )
     if config.requests != 1:
         raise ValueError(f"requests: {config.requests} is not allowed with engine {engine} (allowed: 1); set it to 1")
     if config.rule not in STATIC_RULES:

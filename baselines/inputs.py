@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from baselines.methods import METHODS
+from tfm.config import HEADS
 from tfm.manifest import sha256_weights, weight_files
 from tfm.pins import load_pins
 
@@ -61,11 +62,13 @@ def draft_rows(config: dict) -> int | None:
 
 def missing_weights(config: dict) -> list[str]:
     """Return the folders of the parts that the suite's methods need and that hold no file."""
-    parts = dict.fromkeys(["target", *(part for method in config["methods"] for part in METHODS[method].parts)])
+    parts = ["target", *(part for method in config["methods"] for part in METHODS[method].parts)]
+    parts += config.get("heads", []) if "weaver" in parts else []
+    parts = dict.fromkeys(parts)
     folders = [f"{config['weights']}/{part}" for part in parts]
     return [folder for folder in folders if not weight_files(Path(folder))]
 
 
 def weight_digests(config: dict) -> dict[str, str | None]:
     """Return the digest of each part's checkpoint folder; None for one that is not here."""
-    return {part: sha256_weights(Path(config["weights"]) / part) for part in ("target", "drafter", "weaver")}
+    return {part: sha256_weights(Path(config["weights"]) / part) for part in ("target", "drafter", *HEADS)}

@@ -7,6 +7,8 @@ import dataclasses
 import importlib
 from dataclasses import dataclass
 
+from tfm.config import HEADS
+
 
 @dataclass(frozen=True)
 class Method:
@@ -18,8 +20,9 @@ class Method:
     options: tuple[str, ...] = ()  # other fields of DecodeConfig that it takes
 
     def parts_for(self, config) -> tuple[str, ...]:
-        """Return the parts that these settings need: a residual of 0 needs no weaver."""
-        return tuple(part for part in self.parts if part != "weaver" or config.residual)
+        """Return the parts that these settings need: the head they name for the weaver, none with a residual of 0."""
+        parts = (config.head if part == "weaver" else part for part in self.parts)
+        return tuple(part for part in parts if part not in HEADS or config.residual)
 
 
 METHODS = {
@@ -30,13 +33,37 @@ METHODS = {
         "baselines.dartree:make_proposer",
         parts=("drafter", "weaver"),
         knobs=("budget", "width", "candidates", "children", "depth"),
-        options=("residual", "depth_bonus"),
+        options=("residual", "head", "depth_bonus"),
     ),
     "tfm": Method(
         "tfm.builder:make_proposer",
         parts=("drafter", "weaver"),
         knobs=("budget", "width", "candidates", "children", "depth"),
-        options=("residual", "siblings"),
+        options=("residual", "siblings", "head"),
+    ),
+    "headchain": Method(
+        "baselines.headchain:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("candidates", "depth"),
+        options=("head",),
+    ),
+    "headddtree": Method(
+        "baselines.headddtree:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("budget", "candidates", "depth"),
+        options=("head",),
+    ),
+    "dartfixed": Method(
+        "baselines.dartfixed:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("budget", "candidates", "children", "depth"),
+        options=("residual", "head"),
+    ),
+    "heap": Method(
+        "baselines.heap:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("budget", "candidates", "children", "depth"),
+        options=("residual", "head", "depth_bonus"),
     ),
 }
 
@@ -46,6 +73,9 @@ SWEEPS = {
     "widths": ("width", ("tfm",)),
     "dartree_widths": ("width", ("dartree",)),
     "candidate_counts": ("candidates", ("tfm",)),
+    "dartree_candidate_counts": ("candidates", ("dartree",)),
+    "depth_bonuses": ("depth_bonus", ("dartree",)),
+    "heads": ("head", tuple(name for name, method in METHODS.items() if "head" in method.options)),
     "children_counts": ("children", ("tfm",)),
     "depths": ("depth", tuple(name for name, method in METHODS.items() if "depth" in method.knobs)),
     "residuals": ("residual", ("tfm",)),

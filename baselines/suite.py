@@ -164,7 +164,10 @@ def _audited(config: dict):
 
 
 def _variant(config: dict, method: str, **overrides) -> Variant:
-    knobs = {knob: config[knob] for knob in METHODS[method].knobs} | overrides
+    knobs = {knob: config[knob] for knob in METHODS[method].knobs}
+    if "depth_bonus" in METHODS[method].options:
+        knobs["depth_bonus"] = config.get("depth_bonus", 0.0)
+    knobs |= overrides
     if method == "dartree":
         knobs["width"] = overrides.get("width", config["dartree_width"])
     elif "width" in knobs and ("budget" in overrides or knobs["width"] is None):

@@ -59,7 +59,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
     defaults = dict.fromkeys(absent) | {"title": config["suite"], "checkpoints": {}, "servers": {}}
     defaults |= {"fixed": [], "timed": True, "everywhere": []}
     defaults |= {"null_control": False, "bench": False}
-    defaults |= {"gdn_backend": DecodeConfig.gdn_backend}
+    defaults |= {"gdn_backend": DecodeConfig.gdn_backend, "depth_bonus": DecodeConfig.depth_bonus}
     defaults |= {"server_python": "python", "server_port": None, "server_seconds": 900, "server_flags": {}}
     config = defaults | config
     # DIR and DIR/ are one folder, and so they are one job
@@ -92,6 +92,12 @@ def _meaning_problems(config: dict) -> list[str]:
             problems.append(
                 refusal(f"side.{key}", value, config[inside], f"choose one of the suite's {inside}, or null")
             )
+    for key, values in (("depth_bonus", [config["depth_bonus"]]), ("depth_bonuses", config["depth_bonuses"])):
+        for value in values:
+            if not (math.isfinite(value) and value <= 0):
+                problems.append(f"{key}: {value!r} is not allowed (allowed: finite numbers <= 0); use 0 for none")
+    if config["graft"] and config["heads"]:
+        problems.append(f"heads: {config['heads']} is not allowed with a graft (allowed: none), which widens no head")
     problems += [*_dataset_problems(config), *_limit_problems(config), *parts.problems(config)]
     for figure in (name for name in config["figures"] if FIGURE_TABLES[name] not in config["tables"]):
         needed = FIGURE_TABLES[figure]
@@ -142,9 +148,12 @@ def _limit_problems(config: dict) -> list[str]:
     if any("candidates" in METHODS[method].knobs for method in config["methods"]):
         vocabulary = "the target's vocabulary"
         at_most("candidates", config["candidates"], sizes.get("vocab_size"), vocabulary)
-        for value in config["candidate_counts"]:
-            at_most("candidate_counts", value, sizes.get("vocab_size"), vocabulary)
-        at_most("children", config["children"], min([config["candidates"], *config["candidate_counts"]]), "candidates")
+        counts = {key: config[key] for key in ("candidate_counts", "dartree_candidate_counts")}
+        for key, values in counts.items():
+            for value in values:
+                at_most(key, value, sizes.get("vocab_size"), vocabulary)
+        fewest = min([config["candidates"], *(value for values in counts.values() for value in values)])
+        at_most("children", config["children"], fewest, "candidates")
         for value in config["children_counts"]:
             at_most("children_counts", value, config["candidates"], "candidates")
     for name in config["datasets"]:

@@ -27,6 +27,10 @@ SETTINGS = {
     "ddtree": DecodeConfig(method="ddtree", budget=64),
     "dartree": DecodeConfig(method="dartree", budget=64, candidates=20),
     "tfm": DecodeConfig(method="tfm", budget=64, candidates=20),
+    "headchain": DecodeConfig(method="headchain", candidates=20),
+    "headddtree": DecodeConfig(method="headddtree", budget=64, candidates=20),
+    "dartfixed": DecodeConfig(method="dartfixed", budget=64, candidates=20),
+    "heap": DecodeConfig(method="heap", budget=64, candidates=20, depth_bonus=-0.2),
 }
 
 
@@ -87,7 +91,10 @@ def test_the_registry_holds_the_methods_that_these_tests_know():
 
 
 def test_an_unknown_method_is_refused_with_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"method: 'dflsh' .*\(allowed: ar, dflash, ddtree, dartree, tfm\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"method: 'dflsh' .*\(allowed: {', '.join(METHODS)}\)",
+    ):
         resolve("dflsh")
 
 
@@ -117,7 +124,7 @@ def test_a_tree_does_not_depend_on_the_other_requests(method):
         torch.testing.assert_close(tree.log_probs[0], together.log_probs[request], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["ddtree", "dartree", "tfm"])
+@pytest.mark.parametrize("method", ["ddtree", "dartree", "tfm", "headddtree", "dartfixed", "heap"])
 def test_a_budget_of_64_verifies_65_rows(method):
     """C019: the root is extra, for every tree method."""
     tree, _, _ = propose(method)
@@ -126,14 +133,14 @@ def test_a_budget_of_64_verifies_65_rows(method):
     assert not tree.is_chain
 
 
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "dartree", "tfm"])
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.parts])
 def test_a_method_without_its_parts_is_refused(method):
     models = SimpleNamespace(target=object(), drafter=None, weaver=None)
     with pytest.raises(ValueError, match=rf"drafter: None is not allowed for method {method}"):
         resolve(method)(SETTINGS[method], models)
 
 
-@pytest.mark.parametrize("method", ["dartree", "tfm"])
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if "weaver" in method.parts])
 def test_a_method_without_its_weaver_is_refused(method):
     models = SimpleNamespace(target=object(), drafter=object(), weaver=None)
     with pytest.raises(ValueError, match=rf"weaver: None is not allowed for method {method}"):

@@ -11,6 +11,7 @@ from tfm import checkpoints
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode
 from tfm.drafter import Drafter, DrafterConfig, init_drafter
+from tfm.heads import HeadConfig, build_head, init_head
 from tfm.target import Target
 from tfm.target_config import TargetConfig
 from tfm.tree import DraftTree
@@ -51,7 +52,11 @@ SETTINGS = {
     "ar": {},
     "dflash": {},
     "ddtree": {"budget": 24},
-    "dartree": {"budget": 24, "candidates": 16},
+    "headchain": {"candidates": 16},
+    "headddtree": {"budget": 24, "candidates": 16},
+    "dartfixed": {"budget": 24, "candidates": 16},
+    "heap": {"budget": 24, "candidates": 16, "depth_bonus": -0.2},
+    "dartree": {"budget": 24, "candidates": 16, "depth_bonus": -0.2},
     "tfm": {"budget": 24, "candidates": 16},
 }
 
@@ -111,12 +116,14 @@ def test_the_scaled_rotary_positions_of_llama_3_matter_and_have_three_regimes():
     assert ratio[0] == 1 and torch.isclose(ratio[-1], torch.tensor(1 / 8)) and ((ratio > 0.13) & (ratio < 0.99)).any()
 
 
-@pytest.mark.parametrize("shape", ["qwen3", "llama3_rope"])
-@pytest.mark.parametrize("requests", [1, 3])
-def test_every_method_emits_ars_tokens_and_greedy_ones_equal_transformers_generate(shape, requests, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "head", "requests"),
+    [("qwen3", "weaver", 1), ("llama3_rope", "weaver", 3), ("qwen3", "markov", 3), ("llama3_rope", "recurrent", 3)],
+)
+def test_every_method_emits_ars_tokens_and_greedy_ones_equal_transformers_generate(shape, head, requests, tmp_path):
     reference = saved(shape, tmp_path)
     target = checkpoints.load_target(tmp_path, tap_layers=(0, 2))
-    models = Models(target, random_drafter(), random_weaver())
+    models = Models(target, random_drafter(), random_weaver(), random_head(head) if head != "weaver" else None)
     prompts = [Prompt(f"p{i}", i, draw_tokens(4 + 7 * i, seed=i).tolist()) for i in range(3)]
     expected = {}
     for prompt in prompts:
@@ -126,10 +133,12 @@ def test_every_method_emits_ars_tokens_and_greedy_ones_equal_transformers_genera
     for temperature in (0.0, 1.0):
         outputs = {}
         for method, knobs in SETTINGS.items():
+            knobs = knobs | ({"head": head} if "head" in METHODS[method].options else {})
             config = DecodeConfig(method=method, temperature=temperature, max_new_tokens=14, requests=requests, **knobs)
             done = []
             decode(prompts, models, config, proposer=resolve(method)(config, models), on_finish=done.append)
             outputs[method] = {trace.id: trace.output_tokens for trace in done}
+        assert set(SETTINGS) == set(METHODS)
         assert all(outputs[method] == outputs["ar"] for method in METHODS)
         assert outputs["ar"] == expected or temperature > 0
 
@@ -145,6 +154,15 @@ def random_weaver() -> Weaver:
     weaver = Weaver(config)
     init_weaver(weaver, 0, std=0.3)
     return weaver.requires_grad_(False)
+
+
+def random_head(kind: str):
+    sizes = {"state": 8} if kind == "recurrent" else {}
+    head = build_head(HeadConfig(kind, d_model=WIDTH, d_embed=WIDTH, rank=8, **sizes))
+    init_head(head, 0, std=0.3)
+    with torch.no_grad():
+        head.up.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    return head.requires_grad_(False)
 
 
 @pytest.mark.parametrize("shape", ["qwen3", "qwen3_tied", "llama3_rope"])

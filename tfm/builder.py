@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tfm.config import DecodeConfig
+from tfm.heads_scoring import make_head_scorer
 from tfm.marginals import Marginals
 from tfm.siblings import SampledSiblings
 from tfm.tree import DraftTree
@@ -250,18 +251,28 @@ class TfmProposer:
 
 
 def make_scorer(config: DecodeConfig, models) -> ConditionalScorer:
-    """Return what scores children: the weaver, or the marginals alone when the residual is off.
+    """Return what scores children: the config's head, or the marginals alone when the residual is off.
 
     Raises ValueError naming the part of `models` that the config needs and that is None.
     """
-    for part in ("drafter", "weaver") if config.residual else ("drafter",):
-        if getattr(models, part) is None:
+    is_weaver = config.head == DecodeConfig.head
+    needed = {"drafter": models.drafter}
+    if config.residual:
+        needed[config.head] = models.weaver if is_weaver else models.head
+    for part, found in needed.items():
+        if found is None:
             raise ValueError(
                 f"{part}: None is not allowed for method {config.method} (allowed: loaded weights); load the {part}"
             )
-    return WeaverScorer(models.weaver, models.target) if config.residual else MarginalScorer()
+    if not config.residual:
+        return MarginalScorer()
+    if is_weaver:
+        return WeaverScorer(models.weaver, models.target)
+    if models.head.config.kind != config.head:
+        raise ValueError(f"head: {config.head!r}, but the loaded head is {models.head.config.kind!r}; load that one")
+    return make_head_scorer(models.head, models.target)
 
 
 def make_proposer(config: DecodeConfig, models) -> TfmProposer:
-    """Return the proposer of method tfm; needs models.drafter, and models.weaver unless the residual is off."""
+    """Return the proposer of method tfm; needs models.drafter, and the config's head unless the residual is off."""
     return TfmProposer(config, make_scorer(config, models))

@@ -224,6 +224,8 @@ def identity(manifest: dict) -> dict:
     row |= {key: decode[key] for key in ("method", "temperature", "rule", "budget", "width", "children")}
     row |= {key: decode[key] for key in ("candidates", "max_new_tokens", "requests", "gdn_backend")}
     row["residual"] = decode.get("residual", True)  # records of before this setting had it on
+    row["head"] = decode.get("head", "weaver")
+    row["depth_bonus"] = decode.get("depth_bonus", 0.0)
     row["siblings"] = decode.get("siblings", "top")  # and top ones
     row |= {key: decode.get(key, off) for key, off in WHOLE_LAW.items()}
     row["depth_limit"] = decode["depth"]  # a step's own `depth` is its tree's

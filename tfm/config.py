@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tfm_kernels.gdn.backends import BACKENDS
 
 SIBLINGS = ("top", "sampled")
+HEADS = ("weaver", "markov", "recurrent")  # what corrects the marginals along a path (tfm/weaver.py, tfm/heads.py)
 RULES = ("greedy", "target_only", "traversal", "legacy_traversal")
 # settings of other decoders that this one has at one value only, which is recorded with every cell
 WHOLE_LAW = {
@@ -32,7 +33,8 @@ class DecodeConfig:
     children: int = 8  # children kept per scored node
     candidates: int = 64  # K, candidates per depth that are scored
     siblings: str = "top"  # a node's children: its best candidates, or draws without replacement (tfm/siblings.py)
-    residual: bool = True  # False sets the weaver's residual to 0: the marginals alone score, no weaver is needed
+    residual: bool = True  # False sets the head's residual to 0: the marginals alone score, no head is needed
+    head: str = "weaver"
     depth_bonus: float = 0.0  # added once a level where the drafted prefixes are selected, at most 0
     max_new_tokens: int = 48
     seed: int = 0
@@ -80,6 +82,9 @@ class DecodeConfig:
                 _at_least_one(key, getattr(self, key))
         if not isinstance(self.residual, bool):
             _refuse("residual", self.residual, "true or false", "false scores with the marginals alone")
+        _one_of("head", self.head, HEADS)
+        if not self.residual and self.head != DecodeConfig.head:
+            _refuse("head", self.head, DecodeConfig.head, "residual is false, and no head is read; leave it out")
         check_depth_bonus(self.depth_bonus)
         if draft_rows is not None and self.depth is not None and self.depth > draft_rows:
             _refuse(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tfm.acceptance import VerifyResult, accept
 from tfm.clock import OFF, Clock
@@ -42,6 +42,7 @@ class Models:
     target: Target
     drafter: "Drafter | None" = None
     weaver: "Weaver | None" = None
+    head: nn.Module | None = None  # a correction head of tfm/heads.py
 
     def check(self) -> None:
         """Raise ValueError unless the parts that are here fit each other and the target."""
@@ -64,6 +65,9 @@ class Models:
             if drafter is not None:
                 rows = max(weaver.config.K, drafter.draft_rows)
                 yield "weaver.K", weaver.config.K, rows, "at least the drafter's rows"
+        if self.head is not None:
+            yield "head.d_model", self.head.config.d_model, config.hidden_size, "the target's hidden size"
+            yield "head.d_embed", self.head.config.d_embed, config.hidden_size, "the target's embedding width"
 
 
 @dataclass(frozen=True)

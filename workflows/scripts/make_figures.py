@@ -25,6 +25,10 @@ Last line of stdout: one JSON object.
 COLOURS = {"ar": "#7f7f7f", "dflash": "#0072b2", "ddtree": "#e69f00", "dartree": "#cc79a7", "tfm": "#009e73"}
 MARKERS = {"ar": "s", "dflash": "o", "ddtree": "^", "dartree": "v", "tfm": "D"}
 LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "dartree": "DARTree", "tfm": "DFlash-TfM"}
+COLOURS |= {"headchain": "#56b4e9", "headddtree": "#d55e00", "dartfixed": "#882255", "heap": "#999933"}
+MARKERS |= {"headchain": "P", "headddtree": "<", "dartfixed": "X", "heap": "*"}
+LABELS |= {"headchain": "head's chain", "headddtree": "chain, then DDTree", "dartfixed": "DARTree, fixed"}
+LABELS |= {"heap": "sequential heap"}
 PARTS = {
     "draft": "#0072b2",
     "weaver_prefix": "#f0e442",
@@ -55,6 +59,8 @@ LABELS_OF_KNOBS = {
     "children": "children C a node",
     "depth": "depth limit",
     "residual": "weaver's residual, on (1) or off (0)",
+    "depth_bonus": "depth bonus a level",
+    "head": "head: 0 weaver, 1 Markov, 2 recurrent",
 }
 
 

@@ -36,7 +36,8 @@ cells that recorded them. Writes --out, a page that needs no network; without a 
 Last line of stdout: one JSON object.
 """
 METHODS = {"ar": "autoregressive", "dflash": "DFlash chain", "ddtree": "DDTree", "dartree": "DARTree"}
-METHODS |= {"tfm": "DFlash-TfM"}
+METHODS |= {"tfm": "DFlash-TfM", "headchain": "head's chain", "headddtree": "DDTree on the head's chain"}
+METHODS |= {"dartfixed": "DARTree, fixed", "heap": "sequential heap"}
 SECTIONS = {
     "headline": "Headline",
     "lossless": "Losslessness",

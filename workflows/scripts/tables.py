@@ -11,11 +11,15 @@ import sanity
 from baselines import suite
 from tfm import metrics
 from tfm.cells import Records
+from tfm.config import HEADS
 from tfm.trace import STAGES, SUBSTAGES
 
 INTERVALS = ("tok_s", "tau", "accepted")  # metrics shown with an interval in headline and per_set
 POINTS = ("decode_tok_s", "tau_exact", "tau_pooled", "accepted_untrimmed")
 PAIRS = (("tfm", "ddtree"), ("ddtree", "dflash"), ("tfm", "dflash"), ("tfm", "dartree"), ("dartree", "ddtree"))
+# DARTree's own comparison, in suites that have its reference: the chain of the same head
+CHAIN_PAIRS = (("dartree", "headchain"), ("dartree", "dflash"), ("dartree", "headddtree"), ("headchain", "dflash"))
+CHAIN_PAIRS += (("headddtree", "ddtree"), ("dartree", "dartfixed"), ("dartree", "heap"))
 CPU_SHARE = 0.9  # a timed cell whose process had less of its wall on a core was disturbed
 MACRO = {"dataset": "macro"}  # of what runs on several sets: the mean over them
 STEP_SPREAD = 2  # and so was one whose slowest request's step took this many times the fastest one's
@@ -157,7 +161,7 @@ def sweeps(data: Suite) -> pd.DataFrame:
             points = [(suite.parse_variant(name, data.config), name) for name in [*names, data.headline[method]]]
             values = {name: getattr(variant, knob) for variant, name in points}
             # no depth limit means all the drafter's rows
-            values = {n: data.draft_rows if value is None else int(value) for n, value in values.items()}
+            values = {n: data.draft_rows if value is None else _as_number(value) for n, value in values.items()}
             for name, value in sorted(values.items(), key=lambda item: (item[1] or 0, item[0])):
                 row = {"sweep": knob, "value": value, "method": method, "variant": name} | MACRO | where
                 rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
@@ -165,11 +169,16 @@ def sweeps(data: Suite) -> pd.DataFrame:
     return _identified(data, rows)
 
 
+def _as_number(value) -> float:
+    """Return a sweep's value as a number: a head by its place in HEADS, false and true as 0 and 1."""
+    return HEADS.index(value) if value in HEADS else value if isinstance(value, float) else int(value)
+
+
 def paired(data: Suite) -> pd.DataFrame:
     """Return differences and ratios between methods on the same prompts and seeds, macro first, then by set."""
     rows = []
     for setting in data.settings:
-        for one, other in PAIRS:
+        for one, other in (*PAIRS, *(CHAIN_PAIRS if "headchain" in data.headline else ())):
             if {one, other} <= set(data.headline):
                 for dataset in ("macro", *data.config["datasets"]):
                     rows += _pair_rows(data, one, other, setting=setting, dataset=dataset)
