@@ -18,7 +18,12 @@ from baselines import probes  # noqa: E402
 
 BENCH = "results/published/kernels-h200/bench.py"
 PLAN = "results/ci/plan.json"
-KERNEL_TESTS = ("tests/test_triton.py", "tests/test_fused_cuda.py", "tests/test_mixer_cuda.py")
+KERNEL_TESTS = (
+    "tests/test_triton.py",
+    "tests/test_triton_target.py",
+    "tests/test_fused_cuda.py",
+    "tests/test_mixer_cuda.py",
+)
 LAUNCH = "  return tfm::launch(kernel, grid"  # of csrc/tree_verify.cu, which the plant does twice
 SLOWED = ("kernel_us_fused_cuda_random_T64", "kernel_us_fused_cuda_random_T128")  # items that have to fail then
 

@@ -27,6 +27,7 @@ if importlib.util.find_spec("snakemake") is None:
         "test_paper_suite.py",
         "test_staleness.py",
         "test_suite.py",
+        "test_where.py",
         "test_workflow.py",
     ]
 
