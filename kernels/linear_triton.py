@@ -1,9 +1,11 @@
 """Products of few rows with a large weight: x [M, in] times weight [out, in] transposed; reading the weight is all.
 
 Tokens are the narrow side: a tile is BN rows of the weight by the tokens, which are padded to a power of two, or to 64
-and a power of two behind them (65 rows take 64 + 16, not 128). The inner dimension may be cut into splits, which a
-second launch adds up. Which form a shape takes was measured (`linear_choices.json`); one that nobody measured goes to
-torch's own product.
+and a power of two behind them (65 rows take 64 + 16, not 128). There are two ways to share the work. "triton" gives a
+program one block of the weight's rows, of which the inner dimension may be cut into splits. "stream" starts a program
+or two a multiprocessor and deals out all steps of all blocks evenly, so that none waits for a last wave; a block that
+two programs share is added up by a second launch. Which form a shape takes was measured (`linear_choices.json`); one
+that nobody measured goes to torch's own product.
 """
 
 import functools
@@ -26,10 +28,10 @@ MAX_ROWS = 192
 class Choice:
     """How one shape is multiplied: by torch, or by the kernel with these tiles."""
 
-    form: str = "torch"  # torch, triton
+    form: str = "torch"  # torch, triton, stream
     block_out: int = 64
     block_in: int = 128
-    splits: int = 1
+    splits: int = 1  # of the inner dimension; of stream: programs a multiprocessor
     warps: int = 4
     stages: int = 4
 
@@ -79,6 +81,67 @@ def _sum_kernel(parts_p, out_p, COUNT, SPLITS: tl.constexpr, BLOCK: tl.constexpr
     tl.store(out_p + at, total.to(out_p.dtype.element_ty), mask=at < COUNT)
 
 
+@triton.jit(do_not_specialize=["M", "units"])
+def _stream_kernel(
+    x_p, weight_p, out_p, part_p, M, OUT, IN, x_stride, units, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    HAS_SECOND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # grid (programs): of the `units` steps (BK of the inner dimension of one block) each does as many as the others
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    steps = IN // BK
+    low, high = program * units // programs, (program + 1) * units // programs
+    lane, here = tl.arange(0, BK), tl.arange(0, BN)
+    first, second = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
+    acc = tl.zeros((BN, FIRST), tl.float32)
+    more = tl.zeros((BN, SECOND), tl.float32)
+    for unit in range(low, high):
+        block, k = unit // steps, unit % steps * BK
+        out_row = block * BN + here
+        tile = tl.load(
+            weight_p + out_row[:, None].to(tl.int64) * IN + (k + lane)[None, :], mask=(out_row < OUT)[:, None],
+            other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        x = tl.load(x_p + first[:, None] * x_stride + (k + lane)[None, :], mask=(first < M)[:, None], other=0.0)
+        acc = dot(tile, tl.trans(x), acc)
+        if HAS_SECOND:
+            y = tl.load(x_p + second[:, None] * x_stride + (k + lane)[None, :], mask=(second < M)[:, None], other=0.0)
+            more = dot(tile, tl.trans(y), more)
+        is_last = k + BK == IN
+        if is_last | (unit + 1 == high):
+            begins = block * steps >= low
+            if begins & is_last:
+                _store(acc, out_p, 0, out_row, M, OUT, FIRST)
+                if HAS_SECOND:
+                    _store(more, out_p, FIRST, out_row, M, OUT, SECOND)
+            else:
+                # a block that another program began lies in the first place, one that another ends in the second
+                place = (2 * program + begins.to(tl.int32)).to(tl.int64) * BN * (FIRST + SECOND)
+                row = part_p + place + here[:, None] * (FIRST + SECOND)
+                tl.store(row + first[None, :], acc)
+                if HAS_SECOND:
+                    tl.store(row + second[None, :], more)
+            acc = tl.zeros((BN, FIRST), tl.float32)
+            more = tl.zeros((BN, SECOND), tl.float32)
+
+
+@triton.jit(do_not_specialize=["M", "steps", "units", "programs"])
+def _stream_sum_kernel(
+    part_p, out_p, M, OUT, steps, units, programs, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr
+):
+    # grid (blocks): those that more than one program did
+    block = tl.program_id(0)
+    here, token = tl.arange(0, BN), tl.arange(0, WIDTH)
+    head = ((block * steps + 1).to(tl.int64) * programs - 1) // units
+    tail = ((block + 1) * steps.to(tl.int64) * programs - 1) // units
+    if head < tail:
+        total = tl.zeros((BN, WIDTH), tl.float32)
+        for program in range(head, tail + 1):
+            place = (2 * program + (program == head).to(tl.int64)) * BN * TOKENS
+            row = part_p + place + here[:, None] * TOKENS
+            total += tl.load(row + token[None, :], mask=(token < M)[None, :], other=0.0)
+        _store(total, out_p, 0, block * BN + here, M, OUT, WIDTH)
+
+
 def token_blocks(rows: int) -> tuple[int, int]:
     """Return how `rows` tokens are padded: a block of 16, 32 or 64, or 64 (128) and a second one behind it, else 0."""
     if not 1 <= rows <= MAX_ROWS:
@@ -98,6 +161,8 @@ def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = Non
         )
     first, second = token_blocks(rows)
     out = x.new_empty(rows, out_rows) if out is None else out
+    if choice.form == "stream":
+        return _stream(x, weight, choice, out, (first, second))
     parts = out if choice.splits == 1 else x.new_empty(choice.splits, rows, out_rows, dtype=torch.float32)
     _linear_kernel[(triton.cdiv(out_rows, choice.block_out), choice.splits)](
         x, weight, parts, rows, out_rows, inner, x.stride(0), choice.splits, FIRST=first, SECOND=second or 16,
@@ -108,6 +173,39 @@ def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = Non
         count = rows * out_rows
         _sum_kernel[(triton.cdiv(count, 1024),)](parts, out, count, SPLITS=choice.splits, BLOCK=1024, num_warps=4)
     return out
+
+
+def _stream(x: Tensor, weight: Tensor, choice: Choice, out: Tensor, tokens: tuple[int, int]) -> Tensor:
+    (rows, inner), out_rows, (first, second) = x.shape, weight.shape[0], tokens
+    blocks, steps = triton.cdiv(out_rows, choice.block_out), inner // choice.block_in
+    units = blocks * steps
+    programs = min(units, choice.splits * _multiprocessors(x.device))
+    width = first + (second or 16)
+    parts = x.new_empty(2 * programs, choice.block_out, width, dtype=torch.float32)
+    tile = dict(BN=choice.block_out, num_warps=choice.warps)
+    _stream_kernel[(programs,)](
+        x, weight, out, parts, rows, out_rows, inner, x.stride(0), units, FIRST=first, SECOND=second or 16,
+        HAS_SECOND=second > 0, BK=choice.block_in, num_stages=choice.stages, **tile,
+    )  # fmt: skip
+    _stream_sum_kernel[(blocks,)](
+        parts,
+        out,
+        rows,
+        out_rows,
+        steps,
+        units,
+        programs,
+        TOKENS=width,
+        WIDTH=max(16, triton.next_power_of_2(rows)),
+        **tile,
+    )
+    return out
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    # the interpreter runs one program after the other: a few are enough to cut every kind of block
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 5
 
 
 def key_of(rows: int, out_rows: int, inner: int) -> str:

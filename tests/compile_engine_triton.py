@@ -97,6 +97,10 @@ def cases():
         first, second = linear_triton.token_blocks(rows)
         tile = {"FIRST": first, "SECOND": second or 16, "HAS_SECOND": second > 0, "BN": 64, "BK": 128}
         yield f"linear_{rows}", linear_triton._linear_kernel, tile, {}, 4, 4
+        tile = tile | {"BN": 128, "BK": 64}
+        yield f"stream_{rows}", linear_triton._stream_kernel, tile, {"out_p": "*bf16"}, 8, 4
+        width = {"TOKENS": first + (second or 16), "WIDTH": max(16, 1 << (rows - 1).bit_length()), "BN": 128}
+        yield f"stream_sum_{rows}", linear_triton._stream_sum_kernel, width, {"out_p": "*bf16"}, 8, 3
     yield "linear_sum", linear_triton._sum_kernel, {"SPLITS": 2, "BLOCK": 1024}, {"out_p": "*bf16"}, 4, 3
     yield "heap", best_first_triton._heap_kernel, {"BLOCK": 128}, {}, 1, 3
     frontier = {"C": 8, "W": 4, "KB": 512, "F": 1024}

@@ -192,6 +192,26 @@ def test_products_of_few_rows(rows, splits, dtype):
     torch.testing.assert_close(got, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "out_rows", "inner", "splits"),
+    [
+        pytest.param(1, 70, 192, 1, id="blocks_cut_between_two_programs"),
+        pytest.param(16, 32, 1024, 1, id="one_block_for_all_programs"),
+        pytest.param(65, 160, 64, 1, id="a_block_a_program"),
+        pytest.param(65, 300, 192, 2, id="two_programs_a_multiprocessor"),
+        pytest.param(17, 32, 64, 1, id="one_unit"),
+    ],
+)
+def test_products_dealt_out_evenly(rows, out_rows, inner, splits, dtype, nan_filled_empty):
+    """What no program wrote is NaN here."""
+    x, weight = draw(rows, inner, dtype=dtype), draw(out_rows, inner, seed=1, dtype=dtype)
+    choice = linear_triton.Choice("stream", block_out=32, block_in=64, splits=splits)
+    got = linear_triton.multiply(x, weight, choice)
+    expected = (x.double() @ weight.double().T).to(dtype)
+    torch.testing.assert_close(got, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
+
+
 def test_a_shape_that_was_not_measured_goes_to_torch(tmp_path):
     assert [linear_triton.key_of(rows, 8, 4) for rows in (1, 15, 33, 65)] == ["1x8x4", "16x8x4", "64x8x4", "80x8x4"]
     choices = {"16x8x4": linear_triton.Choice("triton", 16, 64, 2, 4, 3)}

@@ -101,17 +101,21 @@ def _measure(x: torch.Tensor, weights: list[torch.Tensor], deadline: float) -> d
 
 def candidates(tokens: int, out_rows: int, inner: int):
     """Yield the tiles worth trying for a product."""
-    few = tokens <= 32
+    few, padded = tokens <= 32, sum(linear_triton.token_blocks(tokens))
     # the tokens are read again for every block of the weight's rows: many tokens want large blocks
     sizes = ((32, 64, 128), (128, 256), (3, 4, 6)) if few else ((64, 128, 256), (64, 128), (3, 4, 5))
-    for block_out, block_in, stages, splits in itertools.product(*sizes, (1, 2, 4, 8)):
-        programs = -(-out_rows // block_out)
-        # waves of 132 multiprocessors: neither idle ones nor crumbs
-        if inner % block_in or (splits > 1 and programs * splits > 132 * 8) or (splits < 8 and programs * splits < 100):
-            continue
+    for form, block_out, block_in, stages in itertools.product(("stream", "triton"), *sizes):
         # the stages must fit beside each other
-        if stages * 2 * block_in * (block_out + sum(linear_triton.token_blocks(tokens))) <= BLOCK_SHARED:
-            yield Choice("triton", block_out, block_in, splits, 4 if block_out < 128 else 8, stages)
+        room = BLOCK_SHARED // (stages * 2 * block_in * (block_out + padded))
+        if inner % block_in or not room or (form == "stream" and block_out == 32):
+            continue
+        for splits in (1, 2) if form == "stream" else (1, 2, 4, 8):
+            programs = -(-out_rows // block_out) * splits
+            # waves of 132 multiprocessors: neither idle ones nor crumbs
+            is_odd = (splits > 1 and programs > 132 * 8) or (splits < 8 and programs < 100)
+            if splits > room if form == "stream" else is_odd:
+                continue
+            yield Choice(form, block_out, block_in, splits, 4 if block_out < 128 else 8, stages)
 
 
 def replay_us(call, operands: list, rounds: int = 6) -> float:
@@ -211,8 +215,9 @@ def run_compile(where: torch.device, options, sizes: Sizes) -> dict:
         for tokens in counts:
             for choice in candidates(tokens, out_rows, inner):
                 tile = (sum(linear_triton.token_blocks(tokens)), choice.block_out, choice.block_in, choice.stages)
+                tile += (choice.form,)
                 # with splits the kernel writes float32
-                jobs.setdefault((*tile, choice.splits > 1), (tokens, choice))
+                jobs.setdefault((*tile, choice.form == "triton" and choice.splits > 1), (tokens, choice))
     mine = [job for number, job in enumerate(jobs.values()) if number % parts == part]
     for tokens, choice in mine:
         x, weight = (torch.ones(rows, 2048, device=where, dtype=torch.bfloat16) for rows in (tokens, 1024))
