@@ -1,0 +1,63 @@
+"""GdnMemory in CUDA C++: two launches a layer (convolution and gates, then the verify), one commit for all layers."""
+
+import torch
+from torch import Tensor, nn
+
+from baselines.sglang.gdn_memory import GdnMemory, LayerShape
+from tfm_kernels.gdn import fused_cuda, mixer_cuda
+from tfm_kernels.gdn.fused_cuda import DEFAULT_PRECISION, library_of, raise_for, row_distance
+
+
+class CudaGdnMemory(GdnMemory):
+    """See GdnMemory. bf16 rows, float32 state, heads of 128; the norm after the op stays SGLang's."""
+
+    def __init__(self, layers: dict[int, LayerShape], *, nodes: int, backend: str, device, dtype: torch.dtype):
+        super().__init__(layers, nodes=nodes, backend=backend, device=device, dtype=dtype)
+        first = next(iter(layers.values()))
+        make = mixer_cuda.MixerBuffers.empty
+        shared = make(1, nodes, first.heads, first.value_heads, torch.device(device))
+        self._buffers, self._weights, commits = {}, {}, []
+        for place, layer in self.layers.items():
+            own = make(1, nodes, first.heads, first.value_heads, torch.device(device))
+            # only what the commit reads differs from layer to layer
+            self._buffers[place] = mixer_cuda.MixerBuffers(
+                shared.q, own.k, shared.v, shared.log_decay, shared.beta, shared.out, own.u, own.path_log_decay,
+                shared.normed,
+            )  # fmt: skip
+            commits.append(
+                mixer_cuda.CommitLayer(layer.state, own.k, own.u, own.path_log_decay, layer.window, layer.inputs)
+            )
+        self._commit = mixer_cuda.Commit(commits)
+
+    def start(self, parents: Tensor, ancestors: Tensor) -> None:
+        """See GdnMemory.start; the kernels walk the parents themselves."""
+        del ancestors
+        self.parents.copy_(parents)
+
+    def verify(self, place: int, weights: nn.Module, mixed: Tensor, decay: Tensor, write: Tensor) -> Tensor:
+        """See GdnMemory.verify; the output is overwritten by the next layer's."""
+        layer, b = self.layers[place], self._buffers[place]
+        if place not in self._weights:
+            # once: SGLang may keep them in another type or shape
+            parts = (weights.conv_weights.contiguous(), weights.A_log.float(), weights.dt_bias.float())
+            self._weights[place] = tuple(part.detach() for part in parts)
+        kernel, a_log, dt_bias = self._weights[place]
+        layer.inputs[0].copy_(mixed)
+        lib = library_of(layer.state.device, layer.shape.value_heads // layer.shape.heads, DEFAULT_PRECISION)
+        decay, write = decay[None], write[None]
+        before = (layer.inputs, layer.window, kernel, decay, write, a_log, dt_bias)
+        pointers = [x.data_ptr() for x in (*before, self.parents, b.q, b.k, b.v, b.log_decay, b.beta)]
+        sizes = (1, self.nodes, layer.shape.heads, layer.shape.value_heads)
+        strides = [row_distance(x) for x in (layer.inputs, decay, write)]
+        with torch.cuda.device(layer.state.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            raise_for(lib, lib.tfm_prepare(*pointers, *sizes, *strides, stream), "prepare")
+            fused_cuda.tree_verify_into(
+                b.q, b.k, b.v, b.log_decay, b.beta, self.parents, layer.state, b.out, b.u, b.path_log_decay,
+                precision=DEFAULT_PRECISION,
+            )  # fmt: skip
+        return b.out
+
+    def commit(self, path: Tensor) -> None:
+        """See GdnMemory.commit."""
+        self._commit(path)

@@ -1,0 +1,302 @@
+"""The plugin's own parts, without SGLang: settings, layouts, GDN layers from SGLang's slots, and a decode by them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_models import VOCAB, prompts_of, random_family, run_reference
+
+from baselines.sglang import arguments
+from baselines.sglang.flags import server_of
+from baselines.sglang.gdn_memory import LayerShape, make_memory
+from baselines.sglang.grower import Grower, Shared
+from baselines.sglang.layout import attention_mask, forced_draws, links, output_tokens
+from baselines.sglang.settings import VARIABLE, Settings
+from tfm.config import DecodeConfig
+from tfm.sampling import next_tokens
+from tfm.tree import DraftTree
+from tfm_kernels.gdn.ops import ancestor_mask
+
+TREES = [[-1, 0, 0, 1, 1, 3, 2], [-1, 0, 1, 2, 3], [-1, 0, 0, 0], [-1], [-1, 0, 0, 2, -1, -1]]
+
+
+def children_of(parents: list[int], node: int) -> list[int]:
+    return [i for i, parent in enumerate(parents) if parent == node]
+
+
+@pytest.mark.parametrize("parents", TREES, ids=["mixed", "chain", "wide", "root", "padded"])
+def test_links_walk_every_nodes_children_in_the_order_of_their_slots(parents):
+    first, sibling = links(torch.tensor([parents]))
+    for node in range(len(parents)):
+        walked, at = [], int(first[0, node])
+        while at >= 0:
+            walked.append(at)
+            at = int(sibling[0, at])
+        assert walked == children_of(parents, node)
+
+
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_the_mask_shows_a_node_the_prefix_its_ancestors_and_itself(prefix):
+    parents = TREES[0]
+    rows = attention_mask(ancestor_mask(torch.tensor([parents]))[0], prefix).view(len(parents), -1)
+    for node in range(len(parents)):
+        seen, at = set(range(prefix)), node
+        while at >= 0:
+            seen.add(prefix + at)
+            at = parents[at]
+        assert set(rows[node].nonzero().flatten().tolist()) == seen
+
+
+def test_what_a_step_emits_is_the_path_and_the_bonus():
+    tokens = torch.tensor([[9, 11, 12, 13, 14]])
+    for path, accepted, wanted in [([0, 2, 4, -1], 2, [12, 14, 7]), ([0, -1, -1, -1], 0, [7])]:
+        found = output_tokens(tokens, torch.tensor([path]), torch.tensor([accepted]), torch.tensor([7]))
+        assert found[0, : accepted + 1].tolist() == wanted
+
+
+def test_forced_draws_accept_first_children_to_the_depth_asked_for():
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 4]])
+    depths, tokens = torch.tensor([[0, 1, 1, 2, 3, 4]]), torch.tensor([[1, 2, 3, 4, 5, 6]])
+    drawn = forced_draws(tokens, depths, links(parents)[0], torch.full((1, 6), 90), 2)
+    # the node at depth 2 draws the target's token again
+    assert drawn.tolist() == [[2, 4, 90, 90, 90, 90]]
+
+
+class Weights:
+    def __init__(self, layer):
+        self.conv_weights, self.A_log, self.dt_bias = layer.conv1d.weight[:, 0], layer.A_log, layer.dt_bias
+
+
+def memory_of(target, nodes: int):
+    config = target.config
+    shape = LayerShape(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+    places = [i for i, layer in enumerate(target.layers) if layer.kind == "linear_attention"]
+    return make_memory(dict.fromkeys(places, shape), nodes=nodes, backend="solve", device="cpu", dtype=torch.float32)
+
+
+def test_verify_and_commit_are_those_of_the_targets_own_layer():
+    """From SGLang's slot (state [HV, V, K], window [C, 3]) to the committed state, on a branching tree."""
+    target = random_family().target
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 3, 2, 5]])
+    memory = memory_of(target, parents.shape[1])
+    memory.start(parents, ancestor_mask(parents))
+    layer, place = target.layers[0].linear_attn, 0
+    draw = torch.Generator().manual_seed(4)
+    slot = torch.randn(3, 8, 8, generator=draw)
+    channels = memory.layers[place].shape.channels
+    window = torch.randn(channels, 3, generator=draw)
+    mixed = torch.randn(8, channels, generator=draw)
+    decay, write = torch.randn(8, 3, generator=draw), torch.randn(8, 3, generator=draw)
+    memory.load(place, slot, window)
+    with torch.no_grad():
+        out = memory.verify(place, Weights(layer), mixed, decay, write)
+        path = [0, 1, 3, 5]
+        for leaf, nodes in ((5, path), (6, [0, 2, 6])):
+            # the same inputs, one after the other, from the same slot
+            rows = torch.cat([window.T, mixed[nodes]])
+            convolved = torch.nn.functional.silu((rows.unfold(0, 4, 1) * layer.conv1d.weight[:, 0]).sum(-1))[None]
+            q, k, v = layer._split(convolved)
+            from tfm.target import log_decay_gate
+            from tfm_kernels.gdn.naive import naive_tree_verify
+
+            gates = log_decay_gate(layer.A_log, decay[None, nodes], layer.dt_bias), write[None, nodes].sigmoid()
+            chain = torch.arange(-1, len(nodes) - 1)[None]
+            wanted, writes, sums = naive_tree_verify(q, k, v, *gates, chain, slot.transpose(-1, -2)[None])
+            assert torch.allclose(out[0, leaf], wanted[0, -1], atol=1e-5)
+            if leaf == 5:
+                from tfm_kernels.gdn import solve
+
+                state = solve.commit(slot.transpose(-1, -2)[None], k, writes, sums, torch.arange(len(nodes))[None])
+        memory.commit(torch.tensor([[*path, -1, -1]]))
+    assert torch.allclose(memory.layers[place].state, state, atol=1e-5)
+    assert torch.equal(memory.layers[place].window[0], mixed[[1, 3, 5]])
+
+
+def test_a_path_of_nothing_leaves_the_state():
+    target = random_family().target
+    memory = memory_of(target, 4)
+    memory.load(0, torch.randn(3, 8, 8), torch.randn(memory.layers[0].shape.channels, 3))
+    kept = memory.layers[0].state.clone()
+    with torch.no_grad():
+        weights = Weights(target.layers[0].linear_attn)
+        memory.verify(0, weights, torch.randn(4, memory.layers[0].shape.channels), torch.randn(4, 3), torch.randn(4, 3))
+    memory.commit(torch.full((1, 3), -1))
+    assert torch.equal(memory.layers[0].state, kept)
+
+
+class ServerSteps:
+    """What worker.py does around the grower, with this project's target and drafter in SGLang's place."""
+
+    def __init__(self, models, settings: Settings, seed: int):
+        self.models, target = models, models.target
+        shared = Shared(target.embed_weight, target.head_weight)
+        rows = models.drafter.draft_rows
+        self.grower = Grower(
+            settings, shared, weaver=models.weaver, draft_rows=rows, seed=seed, memory=None, graphs=False
+        )
+        self.seed = seed
+
+    def decode(self, prompt, *, temperature: float, count: int) -> tuple[list[int], list[int]]:
+        target, drafter, grower = self.models.target, self.models.drafter, self.grower
+        lengths = torch.tensor([len(prompt.tokens)])
+        room = len(prompt.tokens) + 2 * count
+        cache, notes = target.new_cache(1, room), drafter.new_cache(1, room)
+        output = target.prefill(torch.tensor([prompt.tokens]), lengths, cache)
+        context = grower.context
+        context.indices.fill_(prompt.index)
+        root = next_tokens(output.logits, lengths[:, None], context.indices, seed=self.seed, temperature=temperature)
+        context.roots.copy_(root[:, 0])
+        context.target_hidden.copy_(output.hidden[:, 0])
+        drafter.append(output.taps, lengths, notes)
+        emitted, accepted = root[0].tolist(), []
+        while len(emitted) < count:
+            _, hidden = drafter.draft(context.roots, notes, target)
+            context.rows.copy_(hidden)
+            context.root_positions.copy_(cache.lengths)
+            grower.build()
+            grower_tree = DraftTree(grower.tokens, grower.parents, grower.depths, grower.depths.float(), grower._counts)
+            output = target.verify(grower_tree, cache)
+            grower.accept(output.logits[0], output.hidden[0], temperature=temperature, keep=False)
+            number = int(grower.accepted) + 1
+            emitted += grower.emitted[0, :number].tolist()
+            accepted.append(number - 1)
+            cache.commit(output.scratch, grower.path)
+            drafter.append(output.taps[:, grower.path[0].clamp(min=0)], torch.tensor([number]), notes)
+        return emitted[:count], accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("proposal", ["tfm", "ddtree", "dartree"])
+def test_the_plugins_parts_decode_what_the_loop_decodes(proposal, temperature):
+    models, seed = random_family(), 3
+    found = {"proposal": proposal, "budget": 12, "kernel": "solve", "candidates": 16, "children": 4, "weaver": "here"}
+    found |= {"width": 3} if proposal != "ddtree" else {}
+    settings = Settings.from_dict(found)
+    config = settings.decode_config(temperature=temperature, seed=seed)
+    config = DecodeConfig(**{**config.__dict__, "max_new_tokens": 20})
+    prompts = prompts_of(models, (5, 17))
+    steps = ServerSteps(models, settings, seed)
+    with torch.inference_mode():
+        for prompt, trace in zip(prompts, run_reference(models, config, prompts), strict=True):
+            emitted, accepted = steps.decode(prompt, temperature=temperature, count=20)
+            assert emitted == trace.output_tokens
+            assert accepted[: len(trace.steps)] == [step.accepted_untrimmed for step in trace.steps]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"proposal": "tfm"}, "budget: missing key"),
+        ({"proposal": "beam", "budget": 8}, "proposal: 'beam' .*tfm, ddtree, dartree"),
+        ({"proposal": "ddtree", "budget": 8, "kernel": "fast"}, "kernel: 'fast' .*recurrent"),
+        ({"proposal": "tfm", "budget": 8}, "weaver: null .*give it, or set residual to false"),
+        ({"proposal": "ddtree", "budget": 0}, "budget: 0 .*an integer >= 1"),
+        ({"proposal": "ddtree", "budget": 8, "buget": 9}, "buget: unknown key"),
+    ],
+)
+def test_settings_that_are_not_allowed_are_named(found, message):
+    with pytest.raises(ValueError, match=message):
+        Settings.from_dict(found)
+
+
+def test_settings_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": 8}))
+    assert Settings.from_environment().budget == 8
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ValueError, match="DFLASH_TFM: not set"):
+        Settings.from_environment()
+
+
+def server_arguments(**more):
+    known = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "max_running_requests": 1, "disable_overlap_schedule": True}
+    known |= {"disable_radix_cache": True, "page_size": 1, "attention_backend": "triton"}
+    known |= {"speculative_dflash_block_size": None, "speculative_num_draft_tokens": None}
+    known |= {"speculative_eagle_topk": None}
+    return SimpleNamespace(**{**known, **more})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("tp_size", 2),
+        ("pp_size", 2),
+        ("max_running_requests", 8),
+        ("disable_overlap_schedule", False),
+        ("disable_radix_cache", False),
+        ("page_size", 64),
+        ("attention_backend", "fa3"),
+    ],
+)
+def test_a_server_that_would_not_be_exact_is_refused_by_its_flag(flag, value, monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": 8}))
+    arguments.validate(server_arguments())
+    with pytest.raises(ValueError, match=f"DFLASH_TFM: {flag}: {value!r} is not allowed"):
+        arguments.validate(server_arguments(**{flag: value}))
+
+
+@pytest.mark.parametrize(("kernel", "topk"), [("fused_cuda", 1), ("recurrent", 2)])
+def test_arguments_become_the_trees_for_the_target_and_keep_the_drafters_block(kernel, topk, monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": 64, "kernel": kernel}))
+    server = server_arguments()
+
+    def handle_dflash(found):  # as SGLang's: the block of the drafter's config unless one is given
+        given = found.speculative_dflash_block_size
+        found.speculative_num_draft_tokens, found.speculative_eagle_topk = given or 16, 1
+
+    for _ in range(2):  # resolved twice, the same
+        arguments.resolve(server, handle_dflash)
+        assert (server.speculative_num_draft_tokens, server.speculative_dflash_block_size) == (65, 16)
+        assert server.speculative_eagle_topk == topk
+
+
+def test_a_depth_beyond_the_drafters_rows_is_refused_before_anything_loads(monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": 64, "depth": 16}))
+
+    def handle_dflash(found):
+        found.speculative_num_draft_tokens = 16
+
+    with pytest.raises(ValueError, match="depth: 16 .*1 to 15"):
+        arguments.resolve(server_arguments(), handle_dflash)
+
+
+def request(**more):
+    sampling = {"top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "top_k": 1 << 30}
+    sampling |= {"repetition_penalty": 1.0, "min_new_tokens": 0, "logit_bias": None, "temperature": 1.0}
+    sampling |= dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
+    return SimpleNamespace(sampling_params=SimpleNamespace(**{**sampling, **more}), return_logprob=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("top_p", 0.9),
+        ("top_k", 50),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.3),
+        ("presence_penalty", 1.5),
+        ("frequency_penalty", 0.5),
+        ("regex", "[a-z]+"),
+        ("json_schema", "{}"),
+        ("logit_bias", {"5": -100.0}),
+        ("min_new_tokens", 4),
+    ],
+)
+def test_a_request_that_trees_would_not_decode_exactly_is_refused(key, value):  # C020
+    assert arguments.refuse_request(request()) is None
+    assert f"{key}:" in arguments.refuse_request(request(**{key: value}))
+
+
+def test_the_runners_settings_are_settings_of_the_plugin():
+    decode = {"budget": 64, "width": None, "children": 8, "candidates": 512, "depth": None, "residual": True}
+    decode |= {"method": "tfm", "gdn_backend": "fused_cuda", "depth_bonus": 0.0}
+    cell = {"decode": decode, "dtype": "bfloat16", "seed": 0}
+    server = server_of(cell, draft_rows=15, context=2048, paper=False, flags={})
+    settings = Settings.from_dict({**server["plugin"], "weaver": "folder"})
+    assert (settings.width, settings.kernel, settings.is_fused) == (4, "fused_cuda", True)
+    assert VOCAB  # of the random family, whose head the grower reads
