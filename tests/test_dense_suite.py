@@ -109,3 +109,45 @@ def test_missing_heads_are_named(tmp_path):
     config = suite.resolve({**NANO, **ARMS, "weights": str(tmp_path)})
     parts = ("target", "drafter", "weaver", "markov", "recurrent")
     assert suite.missing_weights(config) == [f"{tmp_path}/{part}" for part in parts]
+
+
+# --- the suite's files
+
+
+def config_of(name: str, **changes) -> dict:
+    return suite.resolve(yaml.safe_load((WORKFLOWS / f"config/{name}.yaml").read_text()) | changes)
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-cpu", "dense-qwen3-4b", "dense-qwen3-8b"])
+def test_the_suites_resolve_without_their_weights(name, tmp_path):
+    config = config_of(name, weights=str(tmp_path))
+    assert suite.expand(config) and f"{tmp_path}/target" in suite.missing_weights(config)
+    assert config["depth_bonus"] == -0.2 and config["dartree_width"] == 12 and config["budget"] in (16, 64)
+
+
+def test_the_dense_suite_has_the_sweeps_of_dartrees_tables():
+    cells = suite.expand(config_of("dense"))
+    decode = [cell["decode"] for cell in cells if cell["decode"]["method"] == "dartree"]
+    assert {one["width"] for one in decode} == {1, 2, 4, 8, 12, 16, 24, 64}
+    assert {one["budget"] for one in decode} == {16, 32, 64, 128, 256}
+    assert {one["candidates"] for one in decode} == {16, 64, 128, 256}
+    assert {one["depth_bonus"] for one in decode} == {0, -0.05, -0.1, -0.2, -0.5}
+    assert {one["head"] for one in decode} == set(HEADS)
+    timed = {cell["decode"]["method"] for cell in cells if cell["clock"] == "wall"}
+    assert timed == set(METHODS) and "Q4_1" in config_of("dense")["caption"]
+
+
+def test_real_sets_are_dartrees_but_alpaca(tmp_path):
+    for pin in suite.pins()["local"].values():
+        (tmp_path / pin["file"]).touch()
+    config = config_of("dense", data=str(tmp_path))
+    assert config["suite"] == "dense-real"
+    assert config["datasets"] == ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "mtbench"]
+    assert any("Alpaca" in item["item"] for item in config["open"])
+
+
+def test_the_public_targets_are_pinned_by_commit():
+    pins = [config_of(f"dense-qwen3-{size}b")["checkpoints"] for size in (4, 8)]
+    revisions = [part["revision"] for one in pins for part in one.values()]
+    assert len(set(revisions)) == 4 and all(len(revision) == 40 for revision in revisions)
+    assert [one["target"]["repo"] for one in pins] == ["Qwen/Qwen3-4B", "Qwen/Qwen3-8B"]

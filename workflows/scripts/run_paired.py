@@ -27,8 +27,9 @@ from decode_cell import (  # noqa: E402
 
 from baselines import engines  # noqa: E402
 from baselines.loading import load_models  # noqa: E402
-from tfm import device, manifest  # noqa: E402
+from tfm import checkpoints, device, manifest  # noqa: E402
 from tfm.cells import CellWriter, rerun_command  # noqa: E402
+from tfm.config import HEADS  # noqa: E402
 from tfm.decode import Models, Prompt  # noqa: E402
 from tfm.gpu_meter import CardSpan  # noqa: E402
 from tfm.prompts import read_prepared  # noqa: E402
@@ -85,7 +86,7 @@ class Shared:
     def __init__(self, cells: list[dict], longest: int, where: torch.device):
         """`longest` is the number of tokens of the longest prompt of all cells."""
         self._cells, self._longest, self._where = cells, longest, where
-        self._key, self._models, self._loops, self._round = None, None, {}, None
+        self._key, self._models, self._loops, self._round, self._heads = None, None, {}, None, {}
 
     def loop(self, cell: dict, config):
         """Return the loop of a cell; cells of other sets with the same settings share it."""
@@ -110,12 +111,19 @@ class Shared:
             of_family = [other for other in self._cells if _family(other) == key]
             widest = max(of_family, key=lambda other: len(other["weights"]))
             options = {name: widest.get(name) for name in ("swa_causal", "graft")}
-            self._models = load_models(
-                widest["weights"], device=where, dtype=getattr(torch, widest["dtype"]), **options
-            )
-            self._key = key
+            weights = {part: folder for other in of_family for part, folder in other["weights"].items()}
+            weights = {part: folder for part, folder in weights.items() if part in ("target", *PARTS)}
+            self._models = load_models(weights, device=where, dtype=getattr(torch, widest["dtype"]), **options)
+            self._key, self._heads = key, {}
         parts = (getattr(self._models, part) if part in cell["weights"] else None for part in PARTS)
-        return Models(self._models.target, *parts)
+        return Models(self._models.target, *parts, head=self._head_of(cell))
+
+    def _head_of(self, cell: dict):
+        kind = next((head for head in HEADS if head in cell["weights"] and head not in PARTS), None)
+        if kind and kind not in self._heads:
+            folder, dtype = cell["weights"][kind], getattr(torch, cell["dtype"])
+            self._heads[kind] = checkpoints.load_head(folder, device=self._where, dtype=dtype)
+        return self._heads.get(kind)
 
 
 def _family(cell: dict) -> str:
