@@ -1,5 +1,6 @@
 """The plugin's own parts, without SGLang: settings, layouts, GDN layers from SGLang's slots, and a decode by them."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from baselines.sglang.gdn_memory import LayerShape, make_memory
 from baselines.sglang.grower import Grower, Shared
 from baselines.sglang.layout import attention_mask, forced_draws, links, output_tokens
 from baselines.sglang.settings import VARIABLE, Settings
-from tfm.config import DecodeConfig
+from tfm.decode import Models
 from tfm.sampling import next_tokens
 from tfm.tree import DraftTree
 from tfm_kernels.gdn.ops import ancestor_mask
@@ -133,22 +134,25 @@ def test_a_path_of_nothing_leaves_the_state():
 class ServerSteps:
     """What worker.py does around the grower, with this project's target and drafter in SGLang's place."""
 
-    def __init__(self, models, settings: Settings, seed: int):
+    def __init__(self, models, settings: Settings, seed: int, *, graphs: bool = False):
         self.models, target = models, models.target
         shared = Shared(target.embed_weight, target.head_weight)
         rows = models.drafter.draft_rows
         self.grower = Grower(
-            settings, shared, weaver=models.weaver, draft_rows=rows, seed=seed, memory=None, graphs=False
+            settings, shared, weaver=models.weaver, draft_rows=rows, seed=seed, memory=None, graphs=graphs
         )
-        self.seed = seed
+        self.seed, self.graphs, nodes = seed, graphs, settings.budget + 1
+        # SGLang's graphs write to the same addresses in every step
+        weight = target.head_weight
+        self.logits, self.hidden = weight.new_zeros(nodes, len(weight)), weight.new_zeros(nodes, weight.shape[1])
 
     def decode(self, prompt, *, temperature: float, count: int) -> tuple[list[int], list[int]]:
         target, drafter, grower = self.models.target, self.models.drafter, self.grower
-        lengths = torch.tensor([len(prompt.tokens)])
+        context, device = grower.context, self.logits.device
+        lengths = torch.tensor([len(prompt.tokens)], device=device)
         room = len(prompt.tokens) + 2 * count
         cache, notes = target.new_cache(1, room), drafter.new_cache(1, room)
-        output = target.prefill(torch.tensor([prompt.tokens]), lengths, cache)
-        context = grower.context
+        output = target.prefill(torch.tensor([prompt.tokens], device=device), lengths, cache)
         context.indices.fill_(prompt.index)
         root = next_tokens(output.logits, lengths[:, None], context.indices, seed=self.seed, temperature=temperature)
         context.roots.copy_(root[:, 0])
@@ -160,33 +164,82 @@ class ServerSteps:
             context.rows.copy_(hidden)
             context.root_positions.copy_(cache.lengths)
             grower.build()
-            grower_tree = DraftTree(grower.tokens, grower.parents, grower.depths, grower.depths.float(), grower._counts)
-            output = target.verify(grower_tree, cache)
-            grower.accept(output.logits[0], output.hidden[0], temperature=temperature, keep=False)
+            tree = DraftTree(grower.tokens, grower.parents, grower.depths, grower.depths.float(), grower._counts)
+            output = target.verify(tree, cache)
+            self.logits.copy_(output.logits[0])
+            self.hidden.copy_(output.hidden[0])
+            grower.accept(self.logits, self.hidden, temperature=temperature, keep=self.graphs)
             number = int(grower.accepted) + 1
             emitted += grower.emitted[0, :number].tolist()
             accepted.append(number - 1)
             cache.commit(output.scratch, grower.path)
-            drafter.append(output.taps[:, grower.path[0].clamp(min=0)], torch.tensor([number]), notes)
+            taps = output.taps[:, grower.path[0].clamp(min=0)]
+            drafter.append(taps, torch.tensor([number], device=device), notes)
         return emitted[:count], accepted
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("proposal", ["tfm", "ddtree", "dartree"])
-def test_the_plugins_parts_decode_what_the_loop_decodes(proposal, temperature):
-    models, seed = random_family(), 3
+def check_against_the_loop(models, proposal: str, temperature: float, *, graphs: bool = False) -> None:
     found = {"proposal": proposal, "budget": 12, "kernel": "solve", "candidates": 16, "children": 4, "weaver": "here"}
     found |= {"width": 3} if proposal != "ddtree" else {}
-    settings = Settings.from_dict(found)
-    config = settings.decode_config(temperature=temperature, seed=seed)
-    config = DecodeConfig(**{**config.__dict__, "max_new_tokens": 20})
+    settings, seed = Settings.from_dict(found), 3
+    config = dataclasses.replace(settings.decode_config(temperature=temperature, seed=seed), max_new_tokens=20)
     prompts = prompts_of(models, (5, 17))
-    steps = ServerSteps(models, settings, seed)
+    steps = ServerSteps(models, settings, seed, graphs=graphs)
     with torch.inference_mode():
         for prompt, trace in zip(prompts, run_reference(models, config, prompts), strict=True):
             emitted, accepted = steps.decode(prompt, temperature=temperature, count=20)
             assert emitted == trace.output_tokens
             assert accepted[: len(trace.steps)] == [step.accepted_untrimmed for step in trace.steps]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("proposal", ["tfm", "ddtree", "dartree"])
+def test_the_plugins_parts_decode_what_the_loop_decodes(proposal, temperature):
+    check_against_the_loop(random_family(), proposal, temperature)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("proposal", ["tfm", "ddtree", "dartree"])
+def test_the_parts_as_graphs_decode_what_the_loop_decodes(proposal, temperature):
+    family = random_family()
+    models = Models(family.target.cuda(), family.drafter.cuda(), family.weaver.cuda())
+    check_against_the_loop(models, proposal, temperature, graphs=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fused_cuda", "fused_triton"])
+def test_a_layer_on_the_gpu_is_that_of_plain_pytorch(backend):
+    """Two trees and a commit between them, at the 27B's head sizes: the fused memory against solve in float32."""
+    shape, nodes, draw = LayerShape(2, 6, 128, 128), 65, torch.Generator().manual_seed(1)
+    parents = torch.tensor([[-1, *(int(torch.randint(0, i, (1,), generator=draw)) for i in range(1, nodes))]])
+    weights = SimpleNamespace(
+        conv_weights=torch.randn(shape.channels, 4, generator=draw).bfloat16().cuda() * 0.5,
+        A_log=torch.rand(6, generator=draw).cuda(),
+        dt_bias=torch.rand(6, generator=draw).cuda(),
+    )
+    wide = SimpleNamespace(**{name: value.float() for name, value in vars(weights).items()})
+    slot, window = torch.randn(6, 128, 128, generator=draw) * 0.1, torch.randn(shape.channels, 3, generator=draw)
+    common = {"nodes": nodes, "device": "cuda"}
+    fast = make_memory({0: shape}, backend=backend, dtype=torch.bfloat16, **common)
+    plain = make_memory({0: shape}, backend="solve", dtype=torch.float32, **common)
+    for memory in (fast, plain):
+        memory.load(0, slot.cuda(), window.bfloat16().cuda())
+    path = [0]
+    while children := [i for i, parent in enumerate(parents[0].tolist()) if parent == path[-1]]:
+        path.append(children[0])
+    for _ in range(2):
+        joined = torch.randn(nodes, shape.channels + 12, generator=draw).bfloat16().cuda()
+        mixed, decay, write = joined.split([shape.channels, 6, 6], dim=-1)
+        outs = []
+        for memory, known, dtype in ((fast, weights, torch.bfloat16), (plain, wide, torch.float32)):
+            memory.start(parents.cuda(), ancestor_mask(parents.cuda()))
+            outs.append(memory.verify(0, known, mixed.to(dtype), decay.to(dtype), write.to(dtype)).float().clone())
+            memory.commit(torch.tensor([path], device="cuda"))
+        # bf16 rows: about three digits
+        assert (outs[0] - outs[1]).norm() / outs[1].norm() < 1e-2
+        assert (fast.layers[0].state - plain.layers[0].state).norm() / plain.layers[0].state.norm() < 1e-2
+        assert torch.equal(fast.layers[0].window.float(), plain.layers[0].window)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class CudaGdnMemory(GdnMemory):
         kernel, a_log, dt_bias = self._weights[place]
         layer.inputs[0].copy_(mixed)
         lib = library_of(layer.state.device, layer.shape.value_heads // layer.shape.heads, DEFAULT_PRECISION)
-        decay, write = decay[None], write[None]
+        decay, write = (_aligned_rows(x)[None] for x in (decay, write))
         before = (layer.inputs, layer.window, kernel, decay, write, a_log, dt_bias)
         pointers = [x.data_ptr() for x in (*before, self.parents, b.q, b.k, b.v, b.log_decay, b.beta)]
         sizes = (1, self.nodes, layer.shape.heads, layer.shape.value_heads)
@@ -61,3 +61,13 @@ class CudaGdnMemory(GdnMemory):
     def commit(self, path: Tensor) -> None:
         """See GdnMemory.commit."""
         self._commit(path)
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    # columns of a joined product as they are where the kernel can read them so, else a copy; [N, HV]
+    if x.dtype != torch.bfloat16:
+        raise ValueError(
+            f"decay, write: {x.dtype} is not allowed (allowed: bfloat16); start SGLang with dtype bfloat16"
+        )
+    is_read = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x if is_read else x.contiguous()
