@@ -75,6 +75,8 @@ def main() -> int:
     parser.add_argument("--cells", type=int, nargs="+", default=[10_000], help="sizes of grids (default: 10000)")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--finished", action="store_true", help="also with every cell done")
+    parser.add_argument("--batches", type=int, help="also the first of so many batches (--batch make_tables=1/N)")
+    parser.add_argument("--batches-only", action="store_true", help="not the whole grid at once")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print so many functions instead of measuring")
     parser.add_argument("--trials", type=Path, help="file of trials to add the numbers to")
     options = parser.parse_args()
@@ -91,7 +93,10 @@ def main() -> int:
                 profile(call, folder, options.profile)
                 continue
             count = len(suite.expand(suite.resolve(config)))
-            plans = {"plan": timed(call, folder)}
+            plans = {} if options.batches_only else {"plan": timed(call, folder)}
+            if options.batches:
+                # one part of the cells at a time: Snakemake's own way to plan a part of a graph
+                plans["batch"] = timed([*call, "--batch", f"make_tables=1/{options.batches}"], folder)
             if options.finished:
                 write_finished(folder, suite.resolve(config))
                 touch = [word for word in call if word != "-n"] + ["--touch"]
