@@ -97,7 +97,7 @@ def script_digest(name: str, root: Path = REPOSITORY) -> str:
         if path.name in scripts:
             continue
         scripts[path.name] = _source_sha256(path)
-        for imported in _imported_names(_parse(path), package=""):
+        for imported in _imported_names(path.read_text(encoding="utf-8"), package=""):
             if (path.parent / f"{imported}.py").is_file():
                 pending.append(imported)
             elif module_path(imported, root) is not None:
@@ -161,12 +161,14 @@ def imported_names(module: str, root: Path = REPOSITORY) -> list[str]:
     """Return the dotted names a module imports, `from a import b` giving both a and a.b."""
     path = module_path(module, root)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return _imported_names(_parse(path), package=package)
+    return list(_imported_names(path.read_text(encoding="utf-8"), package=package))
 
 
-def _imported_names(tree: ast.Module, *, package: str) -> list[str]:
+# kept by content: a call of Snakemake asks for the digests of 14 scripts and all methods, which share most modules
+@functools.cache
+def _imported_names(source: str, *, package: str) -> tuple[str, ...]:
     names = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -175,7 +177,7 @@ def _imported_names(tree: ast.Module, *, package: str) -> list[str]:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*above, *([base] if base else [])])
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return names
+    return tuple(names)
 
 
 def module_path(module: str, root: Path = REPOSITORY) -> Path | None:
@@ -261,12 +263,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
 def _source_sha256(path: Path) -> str:
-    return hashlib.sha256(_canonical(_parse(path)).encode()).hexdigest()
+    return _canonical_sha256(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _canonical_sha256(source: str) -> str:
+    return hashlib.sha256(_canonical(ast.parse(source)).encode()).hexdigest()
 
 
 def _canonical(node) -> str:
