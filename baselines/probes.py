@@ -8,9 +8,14 @@ FILES = {
     "ceiling": ("ceiling/ceiling.json", "ceiling/anchors.parquet"),
     "kernels": ("kernels/kernels.json", "kernels/samples.parquet", "kernels/checks.parquet"),
     "definitions": ("definitions/definitions.json",),
+    "builders": ("builders/builders.json", "builders/samples.parquet"),
 }
 SCRIPTS = {"ceiling": "estimate_ceiling", "kernels": "bench_kernel", "definitions": "check_definitions"}
-TABLES = {"ceiling": ("ceiling", "ceiling_claims"), "kernels": ("kernels",)}  # probe -> the tables made of it
+TABLES = {
+    "ceiling": ("ceiling", "ceiling_claims"),
+    "kernels": ("kernels",),
+    "builders": ("builders",),
+}  # probe -> the tables made of it
 PARTS = ("target", "drafter", "weaver")
 
 
@@ -22,6 +27,10 @@ def planned(config: dict) -> list[str]:
 
 def why_not(probe: str, config: dict) -> str:
     """Return why a suite cannot run a probe, with the remedy; empty when it can."""
+    if probe == "builders":
+        return (
+            f"no job times builders; run workflows/scripts/bench_builders.py --out results/{config['suite']}/builders"
+        )
     if config.get(probe) is None:
         return f"{probe} is null in the config; give its settings"
     if probe == "kernels":

@@ -1,6 +1,7 @@
 """What a reader has to know of each table: its title, how its columns are counted, and where its numbers were made."""
 
 import arms
+import builder_tables
 import probe_tables
 import tables
 
@@ -17,6 +18,7 @@ TITLES = {
     "ceiling": "Acceptance ceiling: what marginals can get accepted, by draft position",
     "ceiling_claims": "Acceptance ceiling: the paper's claims as questions",
     "kernels": "GDN tree verification, microseconds a layer",
+    "builders": "Builders at the same contexts, and their share of the oracle tree",
     "sanity": "What a reader should doubt",
     "controls": "Controls of the timing",
     "arms": "How each method was run",
@@ -55,6 +57,12 @@ NOTES = {
     "nothing about a GPU. error: largest error of the float32 result against float64, relative to the largest value; a "
     "backend above the limit is not timed.",
 }
+NOTES["builders"] = (
+    "build_us: median of building a tree, the drafter's pass left out, the device idle before and after; calls: "
+    "expansions of the head; accepted: what a lossless rule accepts of the tree on average at T = 1; oracle_share: "
+    "that over the best tree of the budget, which no method passes; faster_than_heap: the sequential heap's time over "
+    "this one's; same_nodes_as_heap: share of contexts with the heap's nodes."
+)
 PROBE_TABLES = [name for names in probes.TABLES.values() for name in names]
 NOTES["sanity"] = (
     "One row a check over all records, its worst value and the limit above which it is flagged (the first "
@@ -77,7 +85,8 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     if name in PROBE_TABLES:
         config = data.config
         where = f"Suite {config['suite']}, target {config['family']}{_weights(config)}."
-        return " ".join(filter(None, [f"{TITLES[name]}. {NOTES[name]}", where, probe_tables.notes(name, data)]))
+        said = builder_tables.notes(data) if name == "builders" else probe_tables.notes(name, data)
+        return " ".join(filter(None, [f"{TITLES[name]}. {NOTES[name]}", where, said]))
     config, requests = data.config, data.requests
     devices = " + ".join(sorted(requests["device_name"].unique())) or "no device"
     per_set = requests.groupby("dataset")["id"].nunique()

@@ -3,6 +3,7 @@
 import math
 from datetime import datetime
 
+import builder_tables
 import controls
 import pandas as pd
 import sanity
@@ -28,6 +29,7 @@ def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
         **_kernels(data, frames["kernels"]),
         **_controls(frames["controls"]),
         **_definitions(data),
+        **builder_tables.values(frames["builders"], data.config["budget"]),
         "suite_seconds": _entry(seconds, "value", "s in which at least one cell ran"),
         "cells": _entry({"value": count, "n": count}, "value", "cells"),
     }

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import arms
+import builder_tables
 import controls
 import pandas as pd
 import probe_tables
@@ -216,6 +217,7 @@ TABLES = {
     "kernels": probe_tables.kernels,
     "controls": controls.controls,
     "arms": arms.arms,
+    "builders": builder_tables.builders,
 }
 
 
