@@ -202,7 +202,7 @@ def test_the_plugins_parts_decode_what_the_loop_decodes(proposal, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("proposal", ["tfm", "ddtree", "dartree"])
 def test_the_parts_as_graphs_decode_what_the_loop_decodes(proposal, temperature):
-    family = random_family()
+    family = random_family(hidden=256, head_dim=128, gdn_dim=128, heads=(4, 2), gdn_heads=(4, 12), vocab=512, block=16)
     models = Models(family.target.cuda(), family.drafter.cuda(), family.weaver.cuda())
     check_against_the_loop(models, proposal, temperature, graphs=True)
 

@@ -383,3 +383,23 @@ def write_smi(tmp_path, monkeypatch) -> None:
     smi.write_text("#!/bin/sh\necho GPU-0123-fake-$$, NVIDIA Fake, 1000, 9.0, 580.1\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+
+
+def test_arms_of_one_engine_differ_in_nothing_but_their_own_flags(weights):  # C081, C082
+    from arms import differing, launch_of, unfair
+
+    def launches(engine):
+        return {method: launch_of(resolved(engine, method, weights=weights)) for method in ("ar", "dflash", "tfm")}
+
+    same, paper = launches("sglang"), launches("sglang-paper")
+    served = {key for key in differing(same) if key.startswith("server.")}
+    assert served == {"server.speculative-algorithm", "server.speculative-dflash-block-size"} and not unfair(same)
+    assert all(launch["cuda_graph"] for launch in same.values())
+    # the paper's own flags are unequal, and a comparison says so
+    words = " ".join(unfair(paper))
+    assert "server.disable-overlap-schedule differs" in words and "server.attention-backend differs" in words
+    graphs = {
+        **same,
+        "ar": launch_of(resolved("sglang", "ar", weights=weights, server_flags={"disable-cuda-graph": True})),
+    }
+    assert "cuda_graph differs" in " ".join(unfair(graphs))

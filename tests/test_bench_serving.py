@@ -1,0 +1,80 @@
+"""The bench of serving arms with fake servers: forced acceptance, one server an arm, a failed arm beside good ones."""
+
+import json
+import os
+import sys
+
+import pytest
+from served import fake_python, fault
+from workflow_runs import ROOT
+
+from baselines.sglang.flags import VERSION
+
+sys.path.insert(0, str(ROOT / "workflows/scripts"))
+SMI = """#!/bin/sh
+case "$1" in *memory.used*) echo 1234 ;; *) echo GPU-bench-$$, NVIDIA Fake, 1000, 9.0, 580.1 ;; esac
+"""
+SHAPE = """
+weights: tfm/weights/mini
+graft:
+  target: {num_hidden_layers: 8, full_attention_interval: 4, layers: [0]}
+  drafter: {layer_types: [sliding_attention, full_attention], target_layer_ids: [0, 2, 4, 6, 7], layers: [0]}
+  weaver: {K: 15, layers: [0]}
+"""
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    import bench_serving
+
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    (tmp_path / "shape.yaml").write_text(SHAPE)
+
+    def run(*more):
+        words = ["--config", str(tmp_path / "shape.yaml"), "--server-python", fake_python(tmp_path, VERSION)]
+        words += [
+            "--server-folder",
+            str(tmp_path / "servers"),
+            "--out",
+            str(tmp_path / "out.json"),
+            "--new-tokens",
+            "16",
+        ]
+        result = bench_serving.run(bench_serving.parse([*words, "--prompts", "12", "--budget", "16", *more]))
+        return result, json.loads((tmp_path / "out.json").read_text())
+
+    return run
+
+
+def test_every_arm_is_timed_by_its_own_steps(bench, monkeypatch):
+    fault(monkeypatch)
+    result, record = bench("--arms", "ar", "dflash", "tfm", "--repeats", "2")
+    assert set(result["step_ms"]) == {"ar", "dflash", "tfm"} and not result["failed"]
+    # the fake accepts 3, 0, 2 drafts in turn: 16 tokens in 6 steps, and in 15 without drafts
+    assert [row["steps"] for row in record["arms"]["ar"]["rows"]] == [15, 15]
+    assert [row["steps"] for row in record["arms"]["tfm"]["rows"]] == [6, 6]
+    assert all(row["step_ms"] > 0 for arm in record["arms"].values() for row in arm["rows"])
+    assert record["arms"]["tfm"]["memory_used_mib"] == 1234 and record["device"]["name"] == "NVIDIA Fake"
+    assert record["arms"]["tfm"]["cell"]["server"]["plugin"]["simulate_accept"] == 3
+
+
+def test_a_failed_arm_is_named_and_the_others_stay(bench, monkeypatch):
+    import bench_serving
+
+    fault(monkeypatch)
+    real = bench_serving.cell_of
+
+    def cell_of(arm, *rest):
+        cell = real(arm, *rest)
+        if arm == "dflash":
+            cell["server"]["version"] = "0.5.99"
+        return cell
+
+    monkeypatch.setattr(bench_serving, "cell_of", cell_of)
+    result, record = bench("--arms", "dflash", "ar", "--repeats", "1")
+    assert result["failed"] == ["dflash"] and "0.5.99" in record["failed"]["dflash"]
+    assert set(record["arms"]) == {"ar"}
