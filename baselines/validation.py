@@ -56,6 +56,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
     absent = ("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels", "graft", "caption")
+    absent += ("obtain",)
     defaults = dict.fromkeys(absent) | {"title": config["suite"], "checkpoints": {}, "servers": {}}
     defaults |= {"fixed": [], "timed": True, "everywhere": []}
     defaults |= {"null_control": False, "bench": False}

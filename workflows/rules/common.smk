@@ -45,6 +45,8 @@ if workflow.is_main_process:
         logger.warning(
             f"weights: {folder} holds no file; its jobs are listed, but they stop"
         )
+    if suite.missing_weights(config) and config["obtain"]:
+        logger.warning(f"weights: to put them there: {config['obtain']}")
     names = config["datasets"] if config["source"] == "hub" else []
     for name in unpinned(suite.pins(), names):
         logger.warning(
