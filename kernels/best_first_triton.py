@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels import pdl_triton
+from tfm_kernels.pdl_triton import follow
+
 LEVELS = 15
 MAX_BUDGET = 512
 _BITS = tl.constexpr(12)
@@ -33,8 +36,10 @@ def _pick(is_best, values):
 
 @triton.jit
 def _heap_kernel(
-    log_probs_p, tokens_p, token_p, parent_p, depth_p, local_p, count_p, budget, K, D, BLOCK: tl.constexpr
-):
+    log_probs_p, tokens_p, token_p, parent_p, depth_p, local_p, count_p, budget, K, D, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    follow(PDL)
     entry = tl.arange(0, BLOCK)
     is_first = entry == 0
     score = tl.where(is_first, tl.load(log_probs_p).to(tl.float64), -float("inf"))
@@ -107,5 +112,6 @@ def best_prefixes(
     _heap_kernel[(1,)](
         log_probs.contiguous(), tokens.contiguous(), token, parents, depths, local, count, budget, tokens.shape[1],
         depth, BLOCK=triton.next_power_of_2(size), num_warps=1 if size <= 128 else 4,
+        **pdl_triton.options(device),
     )  # fmt: skip
     return token, parents, depths, local, count

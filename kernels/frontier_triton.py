@@ -9,12 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels import pdl_triton
+from tfm_kernels.pdl_triton import follow
+
 
 @triton.jit
 def _expand_kernel(
     logits_p, candidates_p, slot_p, parent_p, token_p, depth_p, score_p, scores_p, local_p, picks_p, entry_p, depths_p,
     count_p, WIDTH, K, depth_limit, bin_slot, C: tl.constexpr, W: tl.constexpr, KB: tl.constexpr, F: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    follow(PDL)
     member, candidate = tl.arange(0, W), tl.arange(0, KB)
     is_member = member < WIDTH
     slot = tl.load(slot_p + member, mask=is_member, other=0)
@@ -93,11 +98,14 @@ class Frontier:
     def expand(self, logits: Tensor) -> None:
         """Push the children of the current nodes, whose candidates score `logits` [w, K] float32, and take the next."""
         count = self.candidates.shape[1]
+        width, columns = triton.next_power_of_2(self.width), triton.next_power_of_2(count)
+        # within one warp no reduction needs shared memory
+        warps = 1 if width * columns <= 2048 else 4
         _expand_kernel[(1,)](
             logits, self.candidates, self.slots, self.parents, self.tokens, self.level, self.scores, self.frontier,
             self.local, self.picks, self.entry, self.depths, self.count, self.width, count, self.depth, self.bin,
-            C=self.children, W=triton.next_power_of_2(self.width), KB=triton.next_power_of_2(count),
-            F=triton.next_power_of_2(self.bin * self.children), num_warps=8,
+            C=self.children, W=width, KB=columns,
+            F=triton.next_power_of_2(self.bin * self.children), num_warps=warps, **pdl_triton.options(logits.device),
         )  # fmt: skip
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,10 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels import pdl_triton
 from tfm_kernels.dot_triton import dot
+from tfm_kernels.pdl_triton import follow, prefetch
 
 CHOICES = Path(__file__).parent / "linear_choices.json"
 MAX_ROWS = 192
+LINE = tl.constexpr(64)  # numbers of bf16 in a line of the L2 cache
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,19 @@ def _store(acc, out_p, first, out_row, M, OUT, SIZE: tl.constexpr):
     tl.store(out_p + token[None, :].to(tl.int64) * OUT + out_row[:, None], acc.to(out_p.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _bring(weight_p, out_row, low, IN, BK: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
+    # the program's first tiles of the weight, which no kernel writes, come while the previous grid still works
+    for tile in tl.static_range(AHEAD):
+        column = tl.minimum(low + tile * BK + tl.arange(0, BK // LINE) * LINE, IN - 1)
+        prefetch(weight_p + out_row[:, None].to(tl.int64) * IN + column[None, :], PDL)
+
+
 # rows and splits are plain numbers: one compiled kernel serves every count of either
 @triton.jit(do_not_specialize=["M", "SPLITS"])
 def _linear_kernel(
     x_p, weight_p, out_p, M, OUT, IN, x_stride, SPLITS, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    HAS_SECOND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    HAS_SECOND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # grid (blocks of the weight's rows, splits of the inner dimension); `out` has one plane a split
     block, split = tl.program_id(0), tl.program_id(1)
@@ -56,6 +67,8 @@ def _linear_kernel(
     each = tl.cdiv(tl.cdiv(IN, SPLITS), BK) * BK
     low = split * each
     high = tl.minimum(low + each, IN)
+    _bring(weight_p, tl.minimum(out_row, OUT - 1), low, IN, BK, AHEAD, PDL)
+    follow(PDL)
     weights = weight_p + out_row[:, None].to(tl.int64) * IN + lane[None, :]
     acc = tl.zeros((BN, FIRST), tl.float32)
     more = tl.zeros((BN, SECOND), tl.float32)
@@ -73,7 +86,8 @@ def _linear_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts_p, out_p, COUNT, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(parts_p, out_p, COUNT, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    follow(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in range(SPLITS):
@@ -84,7 +98,7 @@ def _sum_kernel(parts_p, out_p, COUNT, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit(do_not_specialize=["M", "units"])
 def _stream_kernel(
     x_p, weight_p, out_p, part_p, M, OUT, IN, x_stride, units, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    HAS_SECOND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    HAS_SECOND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # grid (programs): of the `units` steps (BK of the inner dimension of one block) each does as many as the others
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -94,6 +108,8 @@ def _stream_kernel(
     first, second = tl.arange(0, FIRST), FIRST + tl.arange(0, SECOND)
     acc = tl.zeros((BN, FIRST), tl.float32)
     more = tl.zeros((BN, SECOND), tl.float32)
+    _bring(weight_p, tl.minimum(low // steps * BN + here, OUT - 1), low % steps * BK, IN, BK, AHEAD, PDL)
+    follow(PDL)
     for unit in range(low, high):
         block, k = unit // steps, unit % steps * BK
         out_row = block * BN + here
@@ -126,9 +142,11 @@ def _stream_kernel(
 
 @triton.jit(do_not_specialize=["M", "steps", "units", "programs"])
 def _stream_sum_kernel(
-    part_p, out_p, M, OUT, steps, units, programs, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr
-):
+    part_p, out_p, M, OUT, steps, units, programs, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     # grid (blocks): those that more than one program did
+    follow(PDL)
     block = tl.program_id(0)
     here, token = tl.arange(0, BN), tl.arange(0, WIDTH)
     head = ((block * steps + 1).to(tl.int64) * programs - 1) // units
@@ -159,7 +177,7 @@ def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = Non
         raise ValueError(
             f"block_in: {choice.block_in} is not allowed for an inner size of {inner} (allowed: a divisor); choose one"
         )
-    first, second = token_blocks(rows)
+    (first, second), early = token_blocks(rows), pdl_triton.options(x.device)
     out = x.new_empty(rows, out_rows) if out is None else out
     if choice.form == "stream":
         return _stream(x, weight, choice, out, (first, second))
@@ -167,11 +185,12 @@ def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = Non
     _linear_kernel[(triton.cdiv(out_rows, choice.block_out), choice.splits)](
         x, weight, parts, rows, out_rows, inner, x.stride(0), choice.splits, FIRST=first, SECOND=second or 16,
         HAS_SECOND=second > 0, BN=choice.block_out, BK=choice.block_in, num_warps=choice.warps,
-        num_stages=choice.stages,
+        num_stages=choice.stages, AHEAD=choice.stages, **early,
     )  # fmt: skip
     if choice.splits > 1:
         count = rows * out_rows
-        _sum_kernel[(triton.cdiv(count, 1024),)](parts, out, count, SPLITS=choice.splits, BLOCK=1024, num_warps=4)
+        grid = (triton.cdiv(count, 1024),)
+        _sum_kernel[grid](parts, out, count, SPLITS=choice.splits, BLOCK=1024, num_warps=4, **early)
     return out
 
 
@@ -182,10 +201,11 @@ def _stream(x: Tensor, weight: Tensor, choice: Choice, out: Tensor, tokens: tupl
     programs = min(units, choice.splits * _multiprocessors(x.device))
     width = first + (second or 16)
     parts = x.new_empty(2 * programs, choice.block_out, width, dtype=torch.float32)
-    tile = dict(BN=choice.block_out, num_warps=choice.warps)
+    tile = dict(BN=choice.block_out, num_warps=choice.warps, **pdl_triton.options(x.device))
     _stream_kernel[(programs,)](
         x, weight, out, parts, rows, out_rows, inner, x.stride(0), units, FIRST=first, SECOND=second or 16,
-        HAS_SECOND=second > 0, BK=choice.block_in, num_stages=choice.stages, **tile,
+        HAS_SECOND=second > 0, BK=choice.block_in, num_stages=choice.stages, AHEAD=choice.stages,
+        **tile,
     )  # fmt: skip
     _stream_sum_kernel[(blocks,)](
         parts,

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels import pdl_triton
+from tfm_kernels.pdl_triton import follow
+
 CHUNK, BLOCK = 8192, 1024
 # splitmix64; as signed words
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
@@ -47,8 +50,9 @@ def _gumbel(key, token):
 @triton.jit
 def _chunk_kernel(
     logits_p, keys_p, value_p, token_p, top_p, sum_p, VOCAB, temperature, CHUNKS, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_NOISE: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NOISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key = tl.load(keys_p + row)
     best, best_token = -float("inf"), chunk * CHUNK
@@ -77,8 +81,20 @@ def _chunk_kernel(
 
 @triton.jit
 def _row_kernel(
-    logits_p, value_p, token_p, top_p, sum_p, drawn_p, logit_p, log_sum_p, VOCAB, CHUNKS, BLOCK: tl.constexpr
+    logits_p,
+    value_p,
+    token_p,
+    top_p,
+    sum_p,
+    drawn_p,
+    logit_p,
+    log_sum_p,
+    VOCAB,
+    CHUNKS,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = chunk < CHUNKS
     at = row * CHUNKS + chunk
@@ -105,12 +121,12 @@ def draw(logits: Tensor, keys: Tensor, temperature: float | None) -> tuple[Tenso
     token = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     _chunk_kernel[(chunks, rows)](
         logits, keys, value, token, top, total, vocab, temperature or 1.0, chunks, CHUNK=CHUNK, BLOCK=BLOCK,
-        HAS_NOISE=temperature is not None, num_warps=4,
+        HAS_NOISE=temperature is not None, num_warps=4, **pdl_triton.options(logits.device),
     )  # fmt: skip
     drawn = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logit, log_sum = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     _row_kernel[(rows,)](
         logits, value, token, top, total, drawn, logit, log_sum, vocab, chunks, BLOCK=triton.next_power_of_2(chunks),
-        num_warps=1,
+        num_warps=1, **pdl_triton.options(logits.device),
     )  # fmt: skip
     return drawn, logit, log_sum

@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels import pdl_triton
 from tfm_kernels.dot_triton import dot
+from tfm_kernels.pdl_triton import follow
 from tfm_kernels.tree_attention import TreeMask
 
-PROGRAMS = 128  # aimed at: one a multiprocessor of an H200
+PROGRAMS = 256  # aimed at: two a multiprocessor of an H200
 MAX_SPLITS = 32
 NARROWEST = 128  # bytes of a row of shared memory: Triton 3.6 reads past narrower ones (NOTES.md)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -26,8 +28,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def _split_kernel(
     query_p, keys_p, values_p, committed_p, own_p, depths_p, part_p, stats_p, N, ROWS, SPLITS, memory_stride, scale,
-    G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    follow(PDL)
     split, block, kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     committed = tl.load(committed_p)
     row = block * BM + tl.arange(0, BM)
@@ -82,9 +85,10 @@ def _split_kernel(
 @triton.jit
 def _join_kernel(
     part_p, stats_p, gate_p, out_p, ROWS, gate_row, gate_head, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_BLOCK: tl.constexpr, HAS_GATE: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_BLOCK: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # grid (nodes, heads)
+    follow(PDL)
     node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv, lane, split = head // G, tl.arange(0, D), tl.arange(0, SPLITS_BLOCK)
     is_split = split < SPLITS
@@ -135,7 +139,7 @@ def choose_tiling(rows: int, kv_heads: int, head_dim: int) -> Tiling:
     block = min(max(16, triton.next_power_of_2(rows)), 128 if head_dim <= 128 else 64)
     blocks = triton.cdiv(rows, block)
     splits = min(max(PROGRAMS // (blocks * kv_heads), 1), MAX_SPLITS)
-    return Tiling(block, 64 if head_dim <= 128 or block <= 32 else 32, splits, 4 if block <= 64 else 8, 2)
+    return Tiling(block, 64 if block <= 32 else 32, splits, 4 if block <= 64 else 8, 2)
 
 
 def attend(
@@ -162,12 +166,13 @@ def attend(
     _split_kernel[(cut.splits, triton.cdiv(rows, cut.rows), kv_heads)](
         query, keys, values, mask.committed, mask.own, mask.depths, parts, stats, nodes, rows, cut.splits,
         keys.stride(0), dim**-0.5, G=group, D=dim, WINDOW=mask.window, BM=cut.rows, BN=cut.keys, num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_stages=cut.stages, **pdl_triton.options(query.device),
     )  # fmt: skip
     out = query.new_empty(nodes, heads * dim)
     strides = (gate.stride(0), gate.stride(1)) if gate is not None else (0, 0)
     _join_kernel[(nodes, heads)](
         parts, stats, query if gate is None else gate, out, rows, *strides, G=group, H=heads, D=dim, SPLITS=cut.splits,
         SPLITS_BLOCK=triton.next_power_of_2(cut.splits), HAS_GATE=gate is not None, num_warps=4,
+        **pdl_triton.options(query.device),
     )  # fmt: skip
     return out

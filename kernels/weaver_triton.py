@@ -9,12 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfm_kernels import pdl_triton
+from tfm_kernels.pdl_triton import follow
+
 
 @triton.jit
 def _embed_norm_kernel(
-    table_p, positions_p, token_p, depth_p, weight_p, bias_p, row_p, normed_p, WIDTH, last, eps, BLOCK: tl.constexpr
-):
+    table_p, positions_p, token_p, depth_p, weight_p, bias_p, row_p, normed_p, WIDTH, last, eps, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     # grid (nodes)
+    follow(PDL)
     node, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = lane < WIDTH
     depth = tl.minimum(tl.load(depth_p + node), last)
@@ -44,7 +49,7 @@ def embed_norm(
     row, normed = table.new_empty(nodes, width), table.new_empty(nodes, width)
     _embed_norm_kernel[(nodes,)](
         table, positions, tokens, depths, weight, bias, row, normed, width, positions.shape[0] - 1, eps,
-        BLOCK=triton.next_power_of_2(width), num_warps=4,
+        BLOCK=triton.next_power_of_2(width), num_warps=4, **pdl_triton.options(table.device),
     )  # fmt: skip
     return row, normed
 
@@ -53,8 +58,10 @@ def embed_norm(
 def _path_attention_kernel(
     mixed_p, keys_p, values_p, lists_p, slot_p, parent_p, depth_p, out_p, bin_slot, scale, H: tl.constexpr,
     HEAD: tl.constexpr, D: tl.constexpr, PREFIX: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # grid (nodes, heads): rows of the table are the prefix, then slots
+    follow(PDL)
     node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane, at = tl.arange(0, D), tl.arange(0, ROWS)
     in_head = lane < HEAD
@@ -107,16 +114,18 @@ def path_attention(
     _path_attention_kernel[(nodes, heads)](
         mixed, keys, values, lists, slots, parents, depths, out, lists.shape[0] - 1, dim**-0.5, H=heads, HEAD=dim,
         D=triton.next_power_of_2(dim), PREFIX=prefix, LEVELS=levels, ROWS=triton.next_power_of_2(prefix + levels),
-        num_warps=4,
+        num_warps=4, **pdl_triton.options(mixed.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _candidate_kernel(
-    row_p, table_p, candidates_p, base_p, depth_p, out_p, K, WIDTH, last, BK: tl.constexpr, BW: tl.constexpr
-):
+    row_p, table_p, candidates_p, base_p, depth_p, out_p, K, WIDTH, last, BK: tl.constexpr, BW: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     # grid (nodes, blocks of candidates)
+    follow(PDL)
     node, candidate = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK + tl.arange(0, BK)
     inside = candidate < K
     at = tl.minimum(tl.load(depth_p + node), last) * K + candidate
@@ -148,6 +157,6 @@ def candidate_logits(
     block = min(32, triton.next_power_of_2(count))
     _candidate_kernel[(nodes, triton.cdiv(count, block))](
         rows, table, candidates, base, depths, out, count, table.shape[1], levels - 1, BK=block,
-        BW=min(256, triton.next_power_of_2(table.shape[1])), num_warps=4,
+        BW=min(256, triton.next_power_of_2(table.shape[1])), num_warps=4, **pdl_triton.options(rows.device),
     )  # fmt: skip
     return out

@@ -40,6 +40,7 @@ LONG = [
 BF16 = [
     "x_p",
     "update_p",
+    "update_bias_p",
     "sum_p",
     "normed_p",
     "both_p",
@@ -61,6 +62,7 @@ FLOATS = ("eps", "offset", "scale", "temperature")
 def compile_kernel(kernel, constants: dict, kinds: dict, *, warps: int, stages: int, capability: int) -> int:
     """Return the shared memory of a kernel compiled with `constants`; other pointers are float32, numbers int32."""
     signature, attributes = {}, {}
+    constants = constants | {name: True for name in ("PDL",) if name in kernel.arg_names}
     for i, name in enumerate(kernel.arg_names):
         kind = kinds.get(name) or ("*i64" if name in LONG else "*bf16" if name in BF16 else "*fp32")
         if not name.endswith("_p"):
@@ -77,8 +79,9 @@ def compile_kernel(kernel, constants: dict, kinds: dict, *, warps: int, stages: 
 
 def cases():
     """Yield name, kernel, constants, kinds of arguments, warps and stages at the paper's shapes."""
-    norm = {"HAS_UPDATE": True, "HAS_BIAS": False, "BLOCK": 8192}
+    norm = {"HAS_UPDATE": True, "HAS_UPDATE_BIAS": False, "HAS_BIAS": False, "BLOCK": 8192}
     yield "add_norm", rows_triton._add_norm_kernel, norm, {}, 8, 3
+    yield "bias_gelu", rows_triton._bias_gelu_kernel, {"BLOCK": 512}, {"out_p": "*bf16"}, 4, 3
     yield "swiglu", rows_triton._swiglu_kernel, {"BLOCK": 1024}, {"out_p": "*bf16"}, 4, 3
     heads = {"H": 24, "KV": 4, "D": 256, "ROTARY": 64, "HAS_GATE": True, "HAS_NORM": True}
     yield "split_heads", rows_triton._split_heads_kernel, heads, {}, 2, 3
@@ -95,7 +98,7 @@ def cases():
     yield "draw_rows", sampling_triton._row_kernel, {"BLOCK": 32}, {}, 1, 3
     for rows in (1, 16, 65):
         first, second = linear_triton.token_blocks(rows)
-        tile = {"FIRST": first, "SECOND": second or 16, "HAS_SECOND": second > 0, "BN": 64, "BK": 128}
+        tile = {"FIRST": first, "SECOND": second or 16, "HAS_SECOND": second > 0, "BN": 64, "BK": 128, "AHEAD": 4}
         yield f"linear_{rows}", linear_triton._linear_kernel, tile, {}, 4, 4
         tile = tile | {"BN": 128, "BK": 64}
         yield f"stream_{rows}", linear_triton._stream_kernel, tile, {"out_p": "*bf16"}, 8, 4
@@ -105,7 +108,7 @@ def cases():
     yield "heap", best_first_triton._heap_kernel, {"BLOCK": 128}, {}, 1, 3
     frontier = {"C": 8, "W": 4, "KB": 512, "F": 1024}
     fp32 = {"logits_p": "*fp32"}
-    yield "frontier", frontier_triton._expand_kernel, frontier, fp32, 8, 3
+    yield "frontier", frontier_triton._expand_kernel, frontier, fp32, 1, 3
     yield "embed_norm", weaver_triton._embed_norm_kernel, {"BLOCK": 2048}, {}, 4, 3
     path = {"H": 16, "HEAD": 128, "D": 128, "PREFIX": 16, "LEVELS": 15, "ROWS": 32}
     yield "path_attention", weaver_triton._path_attention_kernel, path, {"out_p": "*bf16"}, 4, 3

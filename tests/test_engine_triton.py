@@ -83,6 +83,16 @@ def test_residual_and_norm_in_one_launch(width, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_are_added_where_the_products_left_them_out(dtype):
+    x, bias = draw(3, 700, dtype=dtype), draw(700, seed=1, dtype=dtype)
+    close(rows_triton.bias_gelu(x, bias), torch.nn.functional.gelu(x + bias), dtype)
+    norm, update = BiasedRMSNorm(700, 1e-6).to(DEVICE, dtype), draw(3, 700, seed=2, dtype=dtype)
+    got = rows_triton.add_norm(x, update, norm.weight, norm.eps, 0.0, norm.bias, bias)
+    for one, other in zip(got, (x + (update + bias), norm(x + (update + bias))), strict=True):
+        close(one, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gated_product(dtype):
     both = draw(3, 2 * 1100, dtype=dtype)
     close(rows_triton.swiglu(both), ops.swiglu(both), dtype)

@@ -4,7 +4,6 @@
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tfm import builder
@@ -67,16 +66,16 @@ class FastScorer:
                 mixed, keys, values, self._lists, slots, parents, depths, prefix=self._prefix
             )
             rows, normed = self._norm(rows, self._ops.linear(seen, block.o_proj.weight), block.norm_mlp)
-            inner = F.gelu(F.linear(normed, block.fc1.weight, block.fc1.bias))
-            update = F.linear(inner, block.fc2.weight, block.fc2.bias)
+            inner = rows_triton.bias_gelu(self._ops.linear(normed, block.fc1.weight), block.fc1.bias)
+            update, last_bias = self._ops.linear(inner, block.fc2.weight), block.fc2.bias
             if layer + 1 < len(weaver.blocks):
-                rows = rows + update
-        _, normed = self._norm(rows, update, weaver.out_norm)
+                rows = rows + (update + last_bias)
+        _, normed = self._norm(rows, update, weaver.out_norm, last_bias)
         return weaver_triton.candidate_logits(normed, self._head, self._candidates, self._base, depths)
 
     @staticmethod
-    def _norm(rows: Tensor, update: Tensor | None, norm) -> tuple[Tensor, Tensor]:
-        return rows_triton.add_norm(rows, update, norm.weight, norm.eps, 0.0, norm.bias)
+    def _norm(rows: Tensor, update: Tensor | None, norm, update_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return rows_triton.add_norm(rows, update, norm.weight, norm.eps, 0.0, norm.bias, update_bias)
 
 
 class FastTfmProposer:

@@ -25,8 +25,9 @@ Stages, in the order in which they are worth calling:
              from kernels/
   attention  time the tree attention's tilings at those shapes
   compile    compile what products and attention will try, without timing anything; --part 0/4 takes every fourth
-Arms are method names with knobs, as in tfm-b32-w4. Variants are forms:gdn_backend[:clock]: forms in Triton (all, none,
-or some of attention,rows,sampling,growth,linear), and stages as the clock puts events inside the graphs. Every stage
+Arms are method names with knobs, as in tfm-b32-w4. Variants are forms:gdn_backend[:clock[:launches]]: forms in Triton
+(all, none, or some of attention,rows,sampling,growth,linear); stages as the clock puts events inside the graphs; plain
+as the launches lets no kernel come up before the one before it is done, as in all:fused_cuda:off:plain. Every stage
 writes --name (default: the stage) .json to --out, also what it had when it failed; nothing falls back by itself. Last
 line of stdout: one JSON object. Exit 1 if anything failed.
 """

@@ -55,7 +55,8 @@ def main() -> int:
     for cell in cells:
         check_weights(cell)
     device.make_deterministic(threads=config["torch_threads"])
-    with device.claim(device.check_device(options.device)) as where:
+    # nothing here is a time that anyone quotes
+    with device.claim(device.check_device(options.device), shared=True) as where:
         report = {"suite": config["suite"], "device": device.facts(where), "graft": config["graft"]}
         report["weights_sha256"] = {part: digest for cell in cells for part, digest in cell["weights_sha256"].items()}
         prompts = read_prompts(config, options)

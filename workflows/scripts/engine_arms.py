@@ -1,6 +1,8 @@
 """The arms that bench_engine times, and how: steps of one request at a given context, random weights, host included."""
 
+import contextlib
 import gc
+import importlib
 import re
 import statistics
 import time
@@ -32,22 +34,26 @@ WARM_UP_STEPS = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """How arms compute: forms ("all", "none", or parts in Triton, comma separated), GDN backend, clock."""
+    """How arms compute: forms ("all", "none", or parts in Triton, comma separated), GDN backend, clock, launches."""
 
     forms: str
     gdn_backend: str
     clock: str = "off"
+    launches: str = "early"  # of Triton's kernels; plain: none comes up before the previous one is done
 
     @staticmethod
     def parse(text: str) -> "Variant":
-        """Return the variant of forms:backend[:clock]."""
+        """Return the variant of forms:backend[:clock[:launches]]."""
         words = text.split(":")
-        if not 2 <= len(words) <= 3:
-            raise ValueError(f"--variants: {text!r} is not allowed (allowed: forms:gdn_backend[:clock]); see --help")
+        if not 2 <= len(words) <= 4 or words[3:] not in ([], ["early"], ["plain"]):
+            allowed = "forms:gdn_backend[:clock[:early or plain]]"
+            raise ValueError(f"--variants: {text!r} is not allowed (allowed: {allowed}); see --help")
         return Variant(*words)
 
     def __str__(self) -> str:
-        return ":".join([self.forms, self.gdn_backend, *([self.clock] if self.clock != "off" else [])])
+        words = [self.forms, self.gdn_backend, self.clock, self.launches]
+        count = 4 if self.launches != "early" else 3 if self.clock != "off" else 2
+        return ":".join(words[:count])
 
     def make_forms(self, *, graphs: bool) -> Forms:
         """Return the forms, captured in graphs or not. Raises ValueError for a part that does not exist."""
@@ -82,9 +88,10 @@ class Arm:
         models, forms = Models(models.target, *parts), variant.make_forms(graphs=graphs)
         self.where, start, before = models.target.embed_weight.device, time.perf_counter(), memory(None)
         proposer = make_static_proposer(self.config, models, forms)
-        self.engine = Engine(
-            models, self.config, proposer=proposer, capacity=capacity, forms=forms, clock=variant.clock
-        )
+        with plain_launches() if variant.launches == "plain" else contextlib.nullcontext():
+            self.engine = Engine(
+                models, self.config, proposer=proposer, capacity=capacity, forms=forms, clock=variant.clock
+            )
         synchronise(self.where)
         after = memory(self.where)
         self.facts = {
@@ -178,6 +185,17 @@ class Arm:
         gc.collect()
         if self.where.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def plain_launches():
+    """Launch Triton's kernels one after the other in the block; a graph that is captured in it stays so."""
+    module = importlib.import_module("tfm_kernels.pdl_triton")  # lazy: needs Triton
+    options, module.options = module.options, lambda device: {"PDL": False}
+    try:
+        yield
+    finally:
+        module.options = options
 
 
 def stage_medians(steps: list) -> dict[str, float]:

@@ -15,7 +15,6 @@ from tfm_kernels.linear_triton import Choice
 TREE_ROWS, CHAIN_ROWS = 65, 16
 OTHER_ROWS = (17, 33, 129)  # of the sweep of budgets: searched when the rest is done
 COLD_BYTES = 160 * 2**20  # weights in turn: three times the L2 cache
-SLACK = 0.98  # our form must be this much faster to be taken
 BLOCK_SHARED = 220 * 1024  # bytes of shared memory that the stages of a tile may take
 
 
@@ -56,7 +55,7 @@ def run_products(where: torch.device, options, sizes: Sizes) -> list[dict]:
             rows.append({"name": name, "tokens": tokens, "out": out_rows, "in": inner, **row})
             shown = {key: round(row[key], 1) for key in ("torch_us", "ours_us") if row[key] is not None}
             print(name, tokens, shown, row["choice"], f"tried {len(row['tried'])}", flush=True)
-            if row["ours_us"] is not None and row["ours_us"] < SLACK * row["torch_us"]:
+            if row["ours_us"] is not None and row["ours_us"] < row["torch_us"]:
                 choices[linear_triton.key_of(tokens, out_rows, inner)] = Choice(**row["choice"])
         facts = {"device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"}
         linear_triton.write_choices(options.out / "linear_choices.json", choices, facts)
