@@ -76,7 +76,8 @@ def main() -> int:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--finished", action="store_true", help="also with every cell done")
     parser.add_argument("--batches", type=int, help="also the first of so many batches (--batch make_tables=1/N)")
-    parser.add_argument("--batches-only", action="store_true", help="not the whole grid at once")
+    parser.add_argument("--plan-file", action="store_true", help="also plan.json alone, as run_cells.py needs it")
+    parser.add_argument("--no-whole", action="store_true", help="not the graph of the whole grid")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print so many functions instead of measuring")
     parser.add_argument("--trials", type=Path, help="file of trials to add the numbers to")
     options = parser.parse_args()
@@ -93,7 +94,11 @@ def main() -> int:
                 profile(call, folder, options.profile)
                 continue
             count = len(suite.expand(suite.resolve(config)))
-            plans = {} if options.batches_only else {"plan": timed(call, folder)}
+            plans = {} if options.no_whole else {"plan": timed(call, folder)}
+            if options.plan_file:
+                # what run_cells.py takes in parts: a graph of one job, whatever the number of cells
+                one = [word for word in call if word != "-n"] + ["--", "results/grid/plan.json"]
+                plans["plan_file"] = timed(one, folder)
             if options.batches:
                 # one part of the cells at a time: Snakemake's own way to plan a part of a graph
                 plans["batch"] = timed([*call, "--batch", f"make_tables=1/{options.batches}"], folder)

@@ -288,6 +288,18 @@ def suite_cell(folder: Path, variant: str, setting: str) -> dict:
     return next(cell for cell in plan["cells"] if (cell["variant"], cell["setting"]) == (variant, setting))
 
 
+def test_parts_of_a_list_hold_every_cell_once_and_alike():
+    from run_cells import part_of
+
+    cells = [{"number": number} for number in range(23)]
+    parts = [part_of(cells, f"{i}/5") for i in range(1, 6)]
+    assert sorted(cell["number"] for part in parts for cell in part) == list(range(23))
+    assert {len(part) for part in parts} == {4, 5} and part_of(cells, None) == cells
+    for wrong in ("0/5", "6/5", "1/0", "half", "1/2/3", "-1/5"):
+        with pytest.raises(ValueError, match="--part: .*allowed: I/N"):
+            part_of(cells, wrong)
+
+
 def test_run_cells_needs_no_snakemake_and_gives_the_same_records(finished, tmp_path):
     cell = suite_cell(finished, "dflash", "t0")
     (tmp_path / "list").write_text(json.dumps(cell) + "\n")

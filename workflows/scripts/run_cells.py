@@ -5,6 +5,7 @@ import importlib.machinery
 import importlib.util
 import json
 import logging
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 DESCRIPTION = """
 Reads resolved cells (a plan.json of a suite, or JSON lines) and the prompt files under --out. Writes every cell's
 folder under --out at the path the cell names, skipping those that are there, whole and of this code, config and
-prompts. Needs torch, numpy, pandas,
-pyarrow, safetensors and tokenizers; nothing has to be installed of this project. Last line of stdout: one JSON object.
+prompts. With --part 3/10 it runs the third of ten parts of the list, so that a list of many thousand cells needs no
+graph of jobs. Needs torch, numpy, pandas, pyarrow, safetensors and tokenizers; nothing has to be installed of this
+project. Last line of stdout: one JSON object. Exit 2 on bad input, 1 when a cell failed.
 """
 
 
@@ -38,6 +40,21 @@ def read_cells(path: Path) -> list[dict]:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
+def part_of(cells: list[dict], part: str | None) -> list[dict]:
+    """Return every N-th cell from the I-th on for "I/N", so that parts are alike; all cells for None.
+
+    Raises ValueError for a part that does not exist.
+    """
+    if part is None:
+        return cells
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(
+            f"--part: {part!r} is not allowed (allowed: I/N with 1 <= I <= N); write 3/10 for the third tenth"
+        )
+    return cells[int(found[1]) - 1 :: int(found[2])]
+
+
 def prompts_file(cell: dict, out: Path) -> Path:
     """Return where a cell's prompts lie."""
     think = "-think" if cell["reasoning"] else ""
@@ -58,7 +75,7 @@ def run(options: argparse.Namespace) -> dict:
     """Run the cells in list order; a failed cell is reported and the next one starts. Returns the counts."""
     from decode_cell import run_cell  # after register_kernels
 
-    cells, done, failed = read_cells(options.list), [], {}
+    cells, done, failed = part_of(read_cells(options.list), options.part), [], {}
     deadline = time.time() + options.seconds if options.seconds else float("inf")
     for number, cell in enumerate(cells, start=1):
         folder = options.out / cell["path"]
@@ -85,12 +102,17 @@ def main() -> int:
     parser.add_argument("--list", required=True, type=Path, help="plan.json or JSON lines of resolved cells")
     parser.add_argument("--out", required=True, type=Path, help="folder that stands for the repository's root")
     parser.add_argument("--commit", required=True, help="commit of the code, recorded in every cell")
+    parser.add_argument("--part", help="I/N: only the I-th of N parts of the list, for N calls side by side")
     parser.add_argument("--seconds", type=float, help="start no further cell after this long")
     parser.add_argument("--log", type=Path, help="file for everything but the progress line (default: stderr)")
     options = parser.parse_args()
     logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     register_kernels()
-    result = run(options)
+    try:
+        result = run(options)
+    except ValueError as error:
+        print(f"run_cells: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(result))
     return 1 if result["failed"] else 0
 
