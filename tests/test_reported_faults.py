@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import engine_models
 import numpy as np
 import pytest
 import torch
@@ -46,6 +47,22 @@ def test_512_rounds_of_bf16_rows_do_not_drift():
         errors.append(error(state, exact) / exact.abs().max().item())
     assert max(errors) < 1e-5  # float32 states of bfloat16 rows; rows rounded twice would be off by 4e-3
     assert max(errors[384:]) < 3 * max(errors[:128])
+
+
+@pytest.mark.parametrize("run_all", [engine_models.run_reference, engine_models.run_static], ids=["loop", "static"])
+@pytest.mark.parametrize("method", ["ar", "tfm"])
+def test_a_prompt_decoded_again_costs_and_gives_the_same(method, run_all):
+    """vllm#53912: a cache of earlier prompts. The second run prefills every token again and makes the same records."""
+    models = engine_models.random_family()
+    tree = {"budget": 12, "width": 3, "candidates": 20} if method == "tfm" else {}
+    settings = DecodeConfig(method=method, max_new_tokens=12, seed=2, **tree)
+    one, other = engine_models.prompts_of(models)[1:]
+    prefilled, prefill = [], models.target.prefill
+    models.target.prefill = lambda *args, **named: prefilled.append(args[0].numel()) or prefill(*args, **named)
+    first, between, again = run_all(models, settings, [one, other, one])
+    assert prefilled == [len(one.tokens), len(other.tokens), len(one.tokens)]
+    engine_models.assert_same_records([again], [first])
+    assert between.output_tokens != first.output_tokens
 
 
 class LargestTensor(TorchDispatchMode):
