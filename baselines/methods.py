@@ -65,6 +65,12 @@ METHODS = {
         knobs=("budget", "candidates", "children", "depth"),
         options=("residual", "head", "depth_bonus"),
     ),
+    "overgrown": Method(
+        "baselines.overgrown:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("budget", "width", "candidates", "children", "depth"),
+        options=("residual", "head"),
+    ),
 }
 
 # list of a suite's config -> the field of DecodeConfig that it varies, and the methods that it varies it for

@@ -168,7 +168,7 @@ def _variant(config: dict, method: str, **overrides) -> Variant:
     if "depth_bonus" in METHODS[method].options:
         knobs["depth_bonus"] = config.get("depth_bonus", 0.0)
     knobs |= overrides
-    if method == "dartree":
+    if method in ("dartree", "overgrown"):
         knobs["width"] = overrides.get("width", config["dartree_width"])
     elif "width" in knobs and ("budget" in overrides or knobs["width"] is None):
         knobs["width"] = math.ceil(knobs["budget"] / 16)

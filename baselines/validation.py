@@ -105,7 +105,7 @@ def _meaning_problems(config: dict) -> list[str]:
         remedy = f"it is drawn from table {needed}: add {needed} to tables, or leave the figure out"
         allowed = [name for name, table in FIGURE_TABLES.items() if table in config["tables"]]
         problems.append(refusal("figures", figure, allowed or ["none with these tables"], remedy))
-    if "dartree" in config["methods"] and config["dartree_width"] is None:
+    if {"dartree", "overgrown"} & set(config["methods"]) and config["dartree_width"] is None:
         problems.append(
             "dartree_width: missing key; add it (live branches a depth of dartree, 12 in its authors' code)"
         )

@@ -30,6 +30,7 @@ SETTINGS = {
     "headchain": DecodeConfig(method="headchain", candidates=20),
     "headddtree": DecodeConfig(method="headddtree", budget=64, candidates=20),
     "dartfixed": DecodeConfig(method="dartfixed", budget=64, candidates=20),
+    "overgrown": DecodeConfig(method="overgrown", budget=64, candidates=20, children=16),
     "heap": DecodeConfig(method="heap", budget=64, candidates=20, depth_bonus=-0.2),
 }
 
@@ -124,7 +125,7 @@ def test_a_tree_does_not_depend_on_the_other_requests(method):
         torch.testing.assert_close(tree.log_probs[0], together.log_probs[request], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["ddtree", "dartree", "tfm", "headddtree", "dartfixed", "heap"])
+@pytest.mark.parametrize("method", ["ddtree", "dartree", "tfm", "headddtree", "dartfixed", "heap", "overgrown"])
 def test_a_budget_of_64_verifies_65_rows(method):
     """C019: the root is extra, for every tree method."""
     tree, _, _ = propose(method)

@@ -55,6 +55,7 @@ SETTINGS = {
     "headchain": {"candidates": 16},
     "headddtree": {"budget": 24, "candidates": 16},
     "dartfixed": {"budget": 24, "candidates": 16},
+    "overgrown": {"budget": 24, "candidates": 16, "width": 4},
     "heap": {"budget": 24, "candidates": 16, "depth_bonus": -0.2},
     "dartree": {"budget": 24, "candidates": 16, "depth_bonus": -0.2},
     "tfm": {"budget": 24, "candidates": 16},

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from helpers import ToyLaw, make_marginals, paths_of
+from helpers import ToyLaw, make_marginals, make_tree, paths_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dartree import build_toy, ranked, supertree_by_hand
-from test_tree import ManyScorers, slots_of, toy_growth
+from test_tree import ManyScorers, grow_toy, slots_of, toy_growth
 
 from baselines.dartfixed import build_fixed, fixed_widths
 from baselines.dartree import build_depthwise
@@ -17,6 +17,7 @@ from baselines.ddtree import build_best_first
 from baselines.dflash import build_chain
 from baselines.headchain import chain_of, correct_chain
 from baselines.heap import build_sequential
+from baselines.overgrown import build_overgrown, keep_best
 from tfm.builder import MarginalScorer
 from tfm.marginals import Marginals
 
@@ -128,6 +129,73 @@ def test_the_fixed_tree_is_every_depths_best_nodes_and_fits_the_budget(seed, voc
     assert torch.bincount(tree.depths[0, : int(tree.num_nodes)])[1:].tolist() == [
         min(width, sum(len(path) == level + 1 for path in prefixes)) for level, width in enumerate(widths)
     ]
+
+
+# --- between DARTree and top-w
+
+
+def grown(laws, marginals, *, calls=16, **limits):
+    scorer, hidden = ManyScorers(laws, limits["depth"]), torch.zeros(len(laws), 1)
+    roots = torch.arange(len(laws))
+    tree = build_overgrown(marginals, scorer, roots, target_hidden=hidden, calls=calls, **limits)
+    tree.validate()
+    return tree, scorer.parts[0].calls
+
+
+def head_mass(tree, request=0) -> float:
+    """Sum over drafted nodes of their paths' probability under the head, which the heap's set makes largest."""
+    count, total = int(tree.num_nodes[request]), [0.0]
+    for parent, own in zip(*(x[request, 1:count].tolist() for x in (tree.parents, tree.log_probs)), strict=True):
+        total.append(total[parent] + own)
+    return sum(map(math.exp, total[1:]))
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    vocab=st.integers(2, 5),
+    depth=st.integers(1, 5),
+    budget=st.integers(1, 24),
+    width=st.integers(1, 6),
+    children=st.integers(1, 5),
+    levels=st.sampled_from([2, None]),
+)
+def test_an_overgrown_tree_is_at_least_top_ws_and_at_most_the_heaps(
+    seed, vocab, depth, budget, width, children, levels
+):
+    """Under the head, with the same width: it holds what top-w grows, and keeps the best of more."""
+    laws, marginals = toy_growth(seed, vocab, depth, requests=2)
+    if levels is not None:
+        laws = [ToyLaw([(level.sigmoid() * levels).floor() for level in law.levels]) for law in laws]
+    limits = {"budget": budget, "children": children, "depth": depth}
+    tree, _ = grown(laws, marginals, width=width, **limits)
+    narrow, _ = grow_toy(laws, marginals, width=width, **limits)
+    heap, _ = grow_by_heap(laws, marginals, **limits)
+    for request in range(2):
+        mass = head_mass(tree, request)
+        assert head_mass(narrow, request) - 1e-5 <= mass <= head_mass(heap, request) + 1e-5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_grown_wide_enough_it_is_the_heaps_tree_in_a_fraction_of_the_calls(seed):
+    laws, marginals = toy_growth(seed, vocab=4, depth=5, requests=2)
+    limits = {"budget": 16, "children": 4, "depth": 5}
+    tree, calls = grown(laws, marginals, width=4, calls=8, **limits)
+    heap, more = grow_by_heap(laws, marginals, **limits)
+    for request in range(2):
+        assert slots_of(tree, request) == slots_of(heap, request)
+    assert calls == 8 and more in (15, 16)  # a node at the depth limit is not expanded
+
+
+def test_keeping_the_best_of_a_tree_is_sorting_its_paths():
+    tree = make_tree([0, 1, 2, 3, 4, 5], [-1, 0, 0, 1, 2, 4], [0.0, -0.5, -0.2, -0.1, -0.9, -0.0])
+    kept = keep_best(tree, 3)
+    kept.validate()
+    # -0.2; -0.5; -0.6 of (1, 3); -1.1 of (2, 4) and of its certain child
+    assert paths_of(kept) == [(), (2,), (1,), (1, 3)] and int(kept.num_nodes) == 4
+    assert paths_of(keep_best(tree, 4)) == [(), (2,), (1,), (1, 3), (2, 4)]
+    assert paths_of(keep_best(tree, 9))[1:] == [(2,), (1,), (1, 3), (2, 4), (2, 4, 5)]
+    assert keep_best(tree, 9).tokens.shape == (1, 10)
 
 
 # --- the head's chain and DDTree on it

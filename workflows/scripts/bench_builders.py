@@ -52,6 +52,8 @@ VARIANTS = (
     "tfm-b64-w4",
     "tfm-b64-w8",
     "tfm-b64-w16",
+    "overgrown-b64-w8",
+    "overgrown-b64-w12",
 )
 SCHEMA = pa.schema(
     [

@@ -62,7 +62,7 @@ def values(frame: pd.DataFrame, budget: int) -> dict[str, dict]:
         found["depthwise_over_sequential"] = _entry(same.iloc[0], "faster_than_heap", "x faster at equal nodes")
     if len(equal):
         found["build_us_depthwise_headline"] = _entry(equal.iloc[0], "build_us", "us")
-    for method in ("ddtree", "headddtree", "dartree", "dartfixed", "tfm", "heap"):
+    for method in ("ddtree", "headddtree", "dartree", "dartfixed", "tfm", "heap", "overgrown"):
         if method in by:
             lead = by[method].sort_values("oracle_share").iloc[-1] if method == "tfm" else by[method].iloc[0]
             found[f"oracle_share_{method}_T1"] = _entry(lead, "oracle_share", "share of the oracle tree")

@@ -21,6 +21,7 @@ PAIRS = (("tfm", "ddtree"), ("ddtree", "dflash"), ("tfm", "dflash"), ("tfm", "da
 # DARTree's own comparison, in suites that have its reference: the chain of the same head
 CHAIN_PAIRS = (("dartree", "headchain"), ("dartree", "dflash"), ("dartree", "headddtree"), ("headchain", "dflash"))
 CHAIN_PAIRS += (("headddtree", "ddtree"), ("dartree", "dartfixed"), ("dartree", "heap"))
+CHAIN_PAIRS += (("overgrown", "dartree"), ("overgrown", "tfm"))
 CPU_SHARE = 0.9  # a timed cell whose process had less of its wall on a core was disturbed
 MACRO = {"dataset": "macro"}  # of what runs on several sets: the mean over them
 STEP_SPREAD = 2  # and so was one whose slowest request's step took this many times the fastest one's
