@@ -1,21 +1,30 @@
-"""What a suite measures beside its cells (acceptance ceiling, GDN kernel): settings, and why one is left out."""
+"""What a suite measures beside its cells (ceiling, oracle tree, GDN kernel): settings, and why one is left out."""
 
+from baselines import suite
 from baselines.inputs import weight_digests
 from baselines.names import cell_path, setting_name
 
 # what each probe writes, below results/<suite>/; the first file names the SHA-256 of the others
 FILES = {
     "ceiling": ("ceiling/ceiling.json", "ceiling/anchors.parquet"),
+    "oracle": ("oracle/oracle.json", "oracle/steps.parquet", "oracle/answers.parquet"),
     "kernels": ("kernels/kernels.json", "kernels/samples.parquet", "kernels/checks.parquet"),
     "definitions": ("definitions/definitions.json",),
     "builders": ("builders/builders.json", "builders/samples.parquet"),
 }
-SCRIPTS = {"ceiling": "estimate_ceiling", "kernels": "bench_kernel", "definitions": "check_definitions"}
+SCRIPTS = {
+    "ceiling": "estimate_ceiling",
+    "oracle": "estimate_oracle",
+    "kernels": "bench_kernel",
+    "definitions": "check_definitions",
+}
+# probe -> the tables made of it
 TABLES = {
     "ceiling": ("ceiling", "ceiling_claims"),
+    "oracle": ("oracle",),
     "kernels": ("kernels",),
     "builders": ("builders",),
-}  # probe -> the tables made of it
+}
 PARTS = ("target", "drafter", "weaver")
 
 
@@ -35,8 +44,10 @@ def why_not(probe: str, config: dict) -> str:
         return f"{probe} is null in the config; give its settings"
     if probe == "kernels":
         return ""
-    if "ar" not in config["methods"] or not {"tfm", "dartree"} & set(config["methods"]):
+    if probe == "ceiling" and ("ar" not in config["methods"] or not {"tfm", "dartree"} & set(config["methods"])):
         return "the ceiling needs ar's answers, a drafter and a weaver; add ar and tfm to methods"
+    if probe == "oracle" and ("ar" not in config["methods"] or len(config["methods"]) == 1):
+        return "the oracle tree is held against methods that draft, the entropy is of ar's answers; add both to methods"
     if not any(temperature > 0 for temperature in config["temperatures"]):
         return "at T = 0 the target's law is one token, which the oracle marginal knows; add a temperature above 0"
     return ""
@@ -68,6 +79,30 @@ def ceiling(config: dict) -> dict:
     }
 
 
+def oracle(config: dict) -> dict:
+    """Return everything that decides the oracle's records: the headline's cells, the target, sizes and seed."""
+    temperature, reasoning = max(config["temperatures"]), config["reasoning"][0]
+    where = {"setting": setting_name(temperature, reasoning=reasoning), "seed": config["seeds"][0]}
+    names = [variant.name(config) for variant in suite.headline(config)]
+    think = "-think" if reasoning else ""
+    prompts = f"results/{config['suite']}/prompts/{config['family']}"
+    return {
+        **config["oracle"],
+        **where,
+        "cells": [
+            cell_path(config, dataset=dataset, variant=name, **where)
+            for dataset in config["datasets"]
+            for name in names
+        ],
+        "prompts_files": {dataset: f"{prompts}/{dataset}{think}.jsonl" for dataset in config["datasets"]},
+        "chain_budget": config["budget"],
+        "weights": {"target": f"{config['weights']}/target"},
+        "weights_sha256": {"target": weight_digests(config)["target"]},
+        "device": config["device"],
+        "threads": config["torch_threads"],
+    }
+
+
 def kernels(config: dict) -> dict:
     """Return everything that decides the kernel's records: sizes, shapes, heads, rounds and device."""
     fixed = {"device": config["device"], "threads": config["torch_threads"], "seed": config["seeds"][0]}
@@ -79,4 +114,4 @@ def definitions(config: dict) -> dict:
     return {"weights": config["weights"]}
 
 
-SETTINGS = {"ceiling": ceiling, "kernels": kernels, "definitions": definitions}
+SETTINGS = {"ceiling": ceiling, "oracle": oracle, "kernels": kernels, "definitions": definitions}

@@ -55,8 +55,8 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
         real = {**config.pop("real", {}), **(given or {})}
         config = _typed({**config, **real}, schema)
         _raise_if(_schema_problems(config, schema))
-    absent = ("data", "width", "dartree_width", "depth", "swa_causal", "ceiling", "kernels", "graft", "caption")
-    absent += ("obtain",)
+    absent = ("data", "width", "dartree_width", "depth", "swa_causal", "graft", "caption", "obtain")
+    absent += ("ceiling", "oracle", "kernels")  # probes
     defaults = dict.fromkeys(absent) | {"title": config["suite"], "checkpoints": {}, "servers": {}}
     defaults |= {"fixed": [], "timed": True, "everywhere": []}
     defaults |= {"null_control": False, "bench": False}

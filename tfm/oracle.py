@@ -214,6 +214,23 @@ def add_limits(
     return pd.concat(parts).sort_index()
 
 
+@torch.inference_mode()
+def answer_entropies(answers: pd.DataFrame, target: Target, prompts: dict[str, dict[str, list[int]]]) -> list[float]:
+    """Return for each request the mean entropy in nats of the target's law at the tokens of its answer.
+
+    The law is that of the request's temperature; the columns dataset, id, temperature and output_tokens say the rest.
+    `prompts` holds token ids by set and id.
+    """
+    found = []
+    for row in answers.itertuples():
+        answer = list(map(int, row.output_tokens))
+        tokens = torch.tensor([[*prompts[row.dataset][row.id], *answer[:-1]]], device=target.embed_weight.device)
+        # the last len(answer) rows are the laws of the answer's tokens
+        law = (target(tokens).logits[0, -len(answer) :].double() / row.temperature).log_softmax(-1)
+        found.append(float(-(law.exp() * law).sum(-1).mean()))
+    return found
+
+
 def shares(steps: pd.DataFrame) -> dict[str, metrics.Estimate]:
     """Return each variant's share of the limit at each setting, macro over datasets: {"tfm-b64/t1": Estimate, ...}."""
     result = {}

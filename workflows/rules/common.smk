@@ -281,6 +281,20 @@ def ceiling_prompts():
     return probes.ceiling(config)["prompts_files"] if wanted else []
 
 
+def oracle_cells(name):
+    """Return one file of each headline cell that is held against the best lossless tree."""
+    wanted = "oracle" in probes.planned(config)
+    return (
+        [f"{cell}/{name}" for cell in probes.oracle(config)["cells"]] if wanted else []
+    )
+
+
+def oracle_prompts():
+    """Return the prompt files of those cells."""
+    wanted = "oracle" in probes.planned(config)
+    return list(probes.oracle(config)["prompts_files"].values()) if wanted else []
+
+
 def all_weights():
     """Return the files of target, drafter and weaver that are here."""
     return [

@@ -23,6 +23,30 @@ rule estimate_ceiling:
         " || {{ cat {log} >&2; exit 1; }}"
 
 
+rule estimate_oracle:
+    input:
+        script="workflows/scripts/estimate_oracle.py",
+        cells=oracle_cells("cell.json"),
+        answers=oracle_cells("requests.parquet"),
+        steps=oracle_cells("steps.parquet"),
+        prompts=oracle_prompts(),
+        weights=ancient(all_weights()),
+    output:
+        steps="<results>/oracle/steps.parquet",
+        answers="<results>/oracle/answers.parquet",
+        facts="<results>/oracle/oracle.json",
+    log:
+        "<results>/logs/estimate_oracle.log",
+    resources:
+        gpu=GPUS,
+    params:
+        code=script_code("estimate_oracle"),
+        settings=probe_json("oracle"),
+    shell:
+        "python {input.script} --settings {params.settings:q} --out $(dirname {output.facts}) > {log} 2>&1"
+        " || {{ cat {log} >&2; exit 1; }}"
+
+
 # timed: runs alone
 rule bench_kernel:
     input:

@@ -15,6 +15,7 @@ TITLES = {
     "sweeps": "Sweeps of budget, width, candidates, children and depth, and the weaver's residual on (1) and off (0)",
     "paired": "Paired differences between methods",
     "audit": "Audit of the acceptance rules",
+    "oracle": "Share of the best tree that any lossless method could draft",
     "ceiling": "Acceptance ceiling: what marginals can get accepted, by draft position",
     "ceiling_claims": "Acceptance ceiling: the paper's claims as questions",
     "kernels": "GDN tree verification, microseconds a layer",
@@ -42,6 +43,10 @@ NOTES = {
     "audit": "expected_accepted is the lossless bound of the same steps; excess is what was accepted over it, steps "
     "pooled; a rule above it is lossy. -sampled draws siblings without replacement: with traversal the law holds on "
     "average over trees, and no step has a bound. Values untrimmed.",
+    "oracle": "The best tree of a budget holds the target's own most probable prefixes; limit is what it would accept "
+    "on average at the contexts where the method drafted, expected_accepted what the method's tree would, share their "
+    "ratio. A chain is held against the best tree of the suite's budget. entropy_nats: mean entropy of the target's "
+    "law at the tokens of ar's answers. steps: sampled by hash, the same number a cell.",
     "ceiling": "acceptance: of a draft sampled at this position, sum over tokens of min(draft, target), given that all "
     "earlier drafts were accepted (along continuations of the target, each weighed with the probability that its "
     "tokens were drafted and accepted; a drafter of one token follows its own path). survival: all drafts up to here "

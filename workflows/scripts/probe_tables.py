@@ -1,4 +1,4 @@
-"""The tables of what a suite measures beside its cells: acceptance ceiling, its claims, and the GDN kernel."""
+"""The tables of what a suite measures beside its cells: ceiling, its claims, the oracle tree, the GDN kernel."""
 
 import functools
 from pathlib import Path
@@ -89,6 +89,39 @@ def ceiling_claims(data) -> pd.DataFrame:
         claim = "the argmax passes the full oracle marginal at a length of 2 to 4"
         rows.append(_claim(f"crossover_{name}", claim, f"crossover of {measure}", found, _inside(found, 2, 4)))
     return pd.DataFrame(rows)
+
+
+def oracle(data) -> pd.DataFrame:
+    """Return each method's share of the best lossless tree at the sampled steps, and the entropy of ar's answers.
+
+    One row a variant and set, macro first; ratios of means, resampled over prompts.
+    """
+    if "oracle" not in data.probes:
+        return pd.DataFrame([{"variant": "", "reason": probes.why_not("oracle", data.config) or "no oracle records"}])
+    frames, where = data.probes["oracle"].frames, {"setting": data.probes["oracle"].facts["settings"]["setting"]}
+    rows = []
+    for dataset in ("macro", *data.config["datasets"]):
+        answers = _of_set(frames["answers"], dataset)
+        row = {"variant": "ar", "dataset": dataset, **where}
+        row |= _fields("entropy_nats", metrics.estimate([_macro(answers, "entropy")], lambda a: a))
+        rows.append(row | {"n": len(answers), "steps": None, "reason": ""})
+        for variant, mine in _of_set(frames["steps"], dataset).groupby("variant", sort=False):
+            means = mine.groupby(metrics.KEY, as_index=False)[["expected_accepted", "limit"]].mean()
+            own, limit = _macro(means, "expected_accepted"), _macro(means, "limit")
+            row = {"variant": variant, "dataset": dataset, **where}
+            row |= _fields("share", metrics.estimate([own, limit], lambda a, b: a / b))
+            row |= _fields("expected_accepted", metrics.estimate([own], lambda a: a))
+            row |= _fields("limit", metrics.estimate([limit], lambda a: a))
+            rows.append(row | {"n": len(means), "steps": len(mine), "reason": ""})
+    return pd.DataFrame(rows)
+
+
+def _macro(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    return pd.DataFrame({"num": rows[column].to_numpy(), "den": 1.0}, pd.MultiIndex.from_frame(rows[metrics.KEY]))
+
+
+def _of_set(frame: pd.DataFrame, dataset: str) -> pd.DataFrame:
+    return frame if dataset == "macro" else frame[frame["dataset"] == dataset]
 
 
 # the three readings of figure 6's axis: curves from (accepted, reached) sums a position

@@ -26,6 +26,7 @@ def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
         **_sweeps(frames["sweeps"]),
         **_audit(frames["audit"]),
         **_ceiling(frames["ceiling_claims"]),
+        **_oracle(frames["oracle"]),
         **_kernels(data, frames["kernels"]),
         **_controls(frames["controls"]),
         **_definitions(data),
@@ -123,6 +124,17 @@ def _ceiling(frame: pd.DataFrame) -> dict:
     for row in frame.to_dict("records") if "key" in frame else ():
         unit = "draft length" if row["key"].startswith("crossover") else "acceptance"
         entries[f"ceiling_{row['key']}"] = _entry(row, "value", unit)
+    return entries
+
+
+def _oracle(frame: pd.DataFrame) -> dict:
+    entries = {}
+    for row in frame[frame["dataset"] == "macro"].to_dict("records") if "dataset" in frame else ():
+        if row["variant"] == "ar":
+            entries["target_entropy_nats"] = _entry(row, "entropy_nats", "nats a token of ar's answers")
+        else:
+            name = f"oracle_share_{row['variant'].split('-')[0]}_{_suffix(row['setting'])}"
+            entries[name] = _entry(row, "share", "share of the best lossless tree")
     return entries
 
 

@@ -213,6 +213,7 @@ TABLES = {
     "sweeps": sweeps,
     "paired": paired,
     "audit": audit,
+    "oracle": probe_tables.oracle,
     "ceiling": probe_tables.ceiling,
     "ceiling_claims": probe_tables.ceiling_claims,
     "kernels": probe_tables.kernels,
