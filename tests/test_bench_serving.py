@@ -62,6 +62,19 @@ def test_every_arm_is_timed_by_its_own_steps(bench, monkeypatch):
     assert record["arms"]["tfm"]["cell"]["server"]["plugin"]["simulate_accept"] == 3
 
 
+def test_state_sizes_are_read_from_what_sglang_logs():
+    from bench_serving import state_gib
+
+    log = (
+        "[2026-01-01] Mamba Cache is allocated. max_mamba_cache_size: 1, conv_state size: 0.01GB, ssm_state size: "
+        "0.28GB intermediate_ssm_state_cache size: 18.28GB intermediate_conv_window_cache size: 0.36GB \n"
+        "[2026-01-01] DFLASH_TFM: 48 GDN layers verified by fused_cuda; 0.21 GiB in place of a state for every node\n"
+    )
+    wanted = {"conv_state": 0.01, "ssm_state": 0.28, "intermediate_ssm_state_cache": 18.28}
+    assert state_gib(log) == {**wanted, "intermediate_conv_window_cache": 0.36, "plugin": 0.21}
+    assert state_gib("nothing of it") == {}
+
+
 def test_a_failed_arm_is_named_and_the_others_stay(bench, monkeypatch):
     import bench_serving
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -21,6 +22,8 @@ changes the work of neither draft nor verify. Writes one JSON file; its rows are
 one JSON object. Exit 1 when an arm failed; the others are there.
 """
 VOCABULARY = range(1000, 8000)  # ids of the random prompts
+POOL = re.compile(r"(\w+) size: ([\d.]+)GB")  # of SGLang's log; its GB are 2**30 bytes
+OWN = re.compile(r"DFLASH_TFM: .*?; ([\d.]+) GiB")
 
 
 def write_shapes(config: dict, folder: Path) -> dict[str, str]:
@@ -108,8 +111,19 @@ def time_arm(arm: str, options: argparse.Namespace, weights: dict[str, str], env
                     rows.append({"prompt_tokens": length, **_timed(reply)})
         used = card.memory_used_mib(environment["CUDA_VISIBLE_DEVICES"]) if environment else None
         memory = runner.memory(server.port)
-    notes = [line for line in server.log.read_text(errors="replace").splitlines() if "DFLASH_TFM" in line]
-    return {"engine": facts | memory, "memory_used_mib": used, "rows": rows, "notes": notes[:5], "cell": cell}
+    states = state_gib(server.log.read_text(errors="replace"))
+    return {"engine": facts | memory, "memory_used_mib": used, "state_gib": states, "rows": rows, "cell": cell}
+
+
+def state_gib(log: str) -> dict[str, float]:
+    """Return GiB of recurrent state that a server said it allocated: SGLang's pool by kind, and the plugin's own."""
+    found = {}
+    for line in log.splitlines():
+        if "Mamba Cache is allocated" in line:
+            found |= {name: float(size) for name, size in POOL.findall(line)}
+        elif match := OWN.search(line):
+            found["plugin"] = float(match[1])
+    return found
 
 
 def _send(server, tokens: list[int], config, watcher):
