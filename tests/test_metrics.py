@@ -99,6 +99,14 @@ def test_chain_of_five_with_two_matches_each_step():  # C029
     assert table["n"].tolist() == [7, 7, 7, 0, 0]
 
 
+def test_trees_of_unknown_depth_say_what_was_accepted_and_nothing_given_their_depth():
+    _, steps = arm([request("a", [2, 0, 1], depth=2)])
+    known = metrics.acceptance_by_position(steps)
+    table = metrics.acceptance_by_position(steps.assign(depth=float("nan")))
+    assert table["unconditional"].tolist() == known["unconditional"].tolist()
+    assert table["conditional"].isna().all() and table["n"].tolist() == [0, 0]
+
+
 def test_a_shallow_tree_says_nothing_about_deep_positions():
     deep, shallow = step(0, 3, depth=3), step(1, 1, depth=1)
     trace = RequestTrace("a", 0, 5, [0] * 7, "length", None, None, [deep, shallow])

@@ -109,7 +109,9 @@ def acceptance_by_position(steps: pd.DataFrame) -> pd.DataFrame:
     n counts the steps of the conditional. All steps of all prompts together; intervals over prompts.
     """
     rows, table = [], steps[[*KEY, "depth", "accepted_untrimmed"]]
-    for position in range(1, int(table["depth"].max() if len(table) else 0) + 1):
+    # a served tree's depth is not recorded
+    deepest = table[["depth", "accepted_untrimmed"]].max().max() if len(table) else 0
+    for position in range(1, int(deepest) + 1):
         hit = table["accepted_untrimmed"] >= position
         alive = (table["depth"] >= position) & (table["accepted_untrimmed"] >= position - 1)
         conditional, unconditional = _share(table[alive], hit[alive]), _share(table, hit)
