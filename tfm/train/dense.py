@@ -164,6 +164,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--minutes", type=float, help="stop cleanly after this time; default: never")
     add("--stages", default=None, help="comma-separated, in order; default: all that the config names")
+    add("--no-graphs", action="store_true", help="do not use CUDA graphs")
     for part in PARTS:
         add(f"--{part}-steps", type=int, help="in place of the config's")
     return parser.parse_args(arguments)
@@ -174,6 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = load_dense_settings(options.config)
     for part in settings.parts:
         settings = settings.with_steps(part, getattr(options, f"{part}_steps"))
+    settings = settings.without_graphs() if options.no_graphs else settings
     known = ["sample", *settings.parts, "export"]
     stages = options.stages.split(",") if options.stages else known
     unknown = [stage for stage in stages if stage not in known]

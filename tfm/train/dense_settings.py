@@ -27,7 +27,7 @@ class AnswerSettings:
     requests: int = 4096  # sampled at once: a part
     max_prompt_tokens: int = 256
     max_new_tokens: int = 192
-    buckets: tuple[int, ...] = (128, 256, 448)  # row lengths
+    buckets: tuple[int, ...] = (256, 448)  # row lengths
     held_out_every: int = 64  # one conversation in this many, by hash, is never trained on
 
 
@@ -70,6 +70,11 @@ class DenseSettings:
         own = self.parts[part]
         changed = replace(own, train=replace(own.train, steps=steps))
         return replace(self, parts={**self.parts, part: changed})
+
+    def without_graphs(self) -> "DenseSettings":
+        """Return settings whose parts train without CUDA graphs."""
+        parts = {n: replace(part, train=replace(part.train, graphs=False)) for n, part in self.parts.items()}
+        return replace(self, parts=parts)
 
 
 def load_dense_settings(path: Path | str) -> DenseSettings:
