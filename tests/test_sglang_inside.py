@@ -6,6 +6,8 @@ Needs an environment with sglang (its wheel without dependencies and what its im
 import argparse
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -215,3 +217,46 @@ def test_a_whole_servers_arguments_resolve_to_trees_for_the_target(kernel, monke
     assert found.attention_backend == found.speculative_draft_attention_backend == "triton"
     with pytest.raises(ValueError, match="DFLASH_TFM: max_running_requests: 4 is not allowed"):
         prepare_server_args([*words, *arguments({**server["flags"], "max-running-requests": 4})])
+
+
+KERNEL = """
+import sys
+import torch
+from pathlib import Path
+from tfm_kernels.gdn import ops, recurrent_sglang
+from tfm_kernels.gdn.naive import naive_states
+
+kernel = recurrent_sglang.load(Path(sys.argv[1]))
+draw = torch.Generator().manual_seed(5)
+parents = torch.tensor([[-1, 0, 0, 1, 1, 3, 2]])
+nodes, heads, value_heads, dim = parents.shape[1], 1, 3, 32
+q, k = (torch.nn.functional.normalize(torch.randn(1, nodes, heads, dim, generator=draw), dim=-1) for _ in range(2))
+v = torch.randn(1, nodes, value_heads, dim, generator=draw)
+log_decay = -torch.rand(1, nodes, value_heads, generator=draw) - 0.01
+beta = torch.rand(1, nodes, value_heads, generator=draw) * 0.9 + 0.05
+state = torch.randn(1, value_heads, dim, dim, generator=draw)
+arguments = (q * dim**-0.5, k, v, log_decay, beta, parents, state)
+theirs = torch.full((1, nodes, value_heads, dim, dim), torch.nan)
+(out,) = recurrent_sglang.launch_of(kernel, arguments, theirs)()
+ours, writes, sums = ops.tree_verify(*arguments, backend="solve")
+print("out", float((out - ours).abs().max()))
+worst = 0.0
+for path in ([0, 1, 3, 5], [0, 2, 6], [0, 1, 4], [0]):
+    state_of_path = ops.commit(state, k, writes, sums, torch.tensor([path]))
+    worst = max(worst, float((theirs[0, path[-1]].transpose(-1, -2) - state_of_path[0]).abs().max()))
+print("states", worst)
+"""
+
+
+def test_sglangs_recurrent_kernel_gives_our_outputs_and_our_commits(tmp_path):
+    """Under Triton's interpreter: its outputs, and the states that it keeps of every node against our commit."""
+    import sglang
+
+    site = Path(next(iter(sglang.__path__))).parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL, str(site)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert float(found["out"]) < 1e-5 and float(found["states"]) < 1e-5, found

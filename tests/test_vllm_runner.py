@@ -1,5 +1,7 @@
 """Cells inside vLLM, with a fake server in its place: its totals turned into a request's counts, and what it lacks."""
 
+import json
+
 import pyarrow.parquet as pq
 import pytest
 from fake_server import token
@@ -8,6 +10,7 @@ from workflow_runs import write_tiny_family
 
 from baselines.serving import wire
 from baselines.serving.cell import Place, Session
+from baselines.serving.site import with_vocabulary
 from baselines.serving.wire import ServerError
 from baselines.vllm import runner
 from baselines.vllm.flags import VERSION
@@ -112,3 +115,12 @@ def test_a_server_that_answers_with_an_error_is_quoted(monkeypatch, place, tmp_p
     )
     with pytest.raises(ServerError, match="GET /metrics: status 500"):
         serve(resolved("vllm", "dflash", weights=weights, **SMALL), place, tmp_path)
+
+
+def test_a_drafter_without_a_vocabulary_gets_its_targets(tmp_path, weights):
+    found = with_vocabulary(weights / "drafter", weights / "target", tmp_path)
+    fields = json.loads((found / "config.json").read_text())
+    assert fields["vocab_size"] == json.loads((weights / "target/config.json").read_text())["vocab_size"]
+    assert (found / "model.safetensors").resolve() == (weights / "drafter/model.safetensors").resolve()
+    # one that says it is taken as it is
+    assert with_vocabulary(found, weights / "target", tmp_path) == found

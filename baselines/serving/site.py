@@ -64,6 +64,23 @@ def probe(python: str, package: str, version: str, paths: dict[str, str]) -> Non
         )
 
 
+def with_vocabulary(drafter: Path, target: Path, folder: Path) -> Path:
+    """Return a drafter's folder whose config.json says its vocabulary, the target's: vLLM guesses where it does not."""
+    fields = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
+    if "vocab_size" in fields:
+        return drafter
+    sizes = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    fields["vocab_size"] = (sizes.get("text_config") or sizes)["vocab_size"]
+    copy = Path(folder).resolve() / "checkpoints" / f"{drafter.name}-with-vocabulary"
+    copy.mkdir(parents=True, exist_ok=True)
+    for path in (path for path in drafter.iterdir() if path.name != "config.json"):
+        link = copy / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+    write_atomic(copy / "config.json", json.dumps(fields, indent=1).encode())
+    return copy
+
+
 def checkpoint_folder(source: Path, folder: Path) -> Path:
     """Return a checkpoint folder in the public format: `source` itself, or its dequantised copy under `folder`."""
     from safetensors import safe_open

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baselines.serving.reply import Reply, Watcher
 from baselines.serving.server import Launch
-from baselines.serving.site import checkpoint_folder, probe
+from baselines.serving.site import checkpoint_folder, probe, with_vocabulary
 from baselines.serving.wire import ServerError, call, get_json, stream
 from baselines.sglang.flags import arguments
 from baselines.vllm.flags import VERSION
@@ -33,7 +33,8 @@ def launch(cell: dict, *, place, environment: dict[str, str]) -> Launch:
     folders = {part: checkpoint_folder(Path(folder), place.folder) for part, folder in cell["weights"].items()}
     command = [place.python, "-m", "vllm.entrypoints.cli.main", "serve", str(folders["target"])]
     if server["drafts"] is not None:
-        drafter = {"method": "dflash", "model": str(folders["drafter"]), "num_speculative_tokens": server["drafts"]}
+        model = with_vocabulary(folders["drafter"], folders["target"], place.folder)
+        drafter = {"method": "dflash", "model": str(model), "num_speculative_tokens": server["drafts"]}
         command += ["--speculative-config", json.dumps(drafter)]
     variables = {**environment, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
     return Launch(command=(*command, *arguments(server["flags"])), environment=tuple(sorted(variables.items())))
