@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baselines.inputs import checkpoint_config, draft_rows, read_object
 from tfm import graft_shape
+from tfm.config import HEADS
 from tfm.manifest import sha256_file
 
 PARTS = graft_shape.PARTS
@@ -61,5 +62,10 @@ def _misfits(config: dict) -> Iterator[str]:
         for key in ("d_model", "d_embed"):
             if weaver.get(key) != width:
                 yield differs(f"weaver {key}", weaver.get(key), width, "the target's hidden_size")
+    for name in (head for head in HEADS if head != "weaver"):
+        head = checkpoint_config(config, name)
+        for key in ("d_model", "d_embed") if head and target else ():
+            if head.get(key) != width:
+                yield differs(f"{name} {key}", head.get(key), width, "the target's hidden_size")
     if weaver and rows and weaver.get("K", rows) < rows:
         yield differs("weaver K", weaver["K"], f">= {rows}", "the rows that the drafter drafts")

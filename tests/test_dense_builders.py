@@ -74,12 +74,14 @@ def test_a_narrow_supertree_may_lose_nodes_of_the_heap():
     assert set(paths_of(narrow)) - {()} != set(paths_of(heap)) - {()} and int(narrow.num_nodes) < int(heap.num_nodes)
 
 
-@pytest.mark.parametrize("build", [build_sequential, build_fixed, build_depthwise])
+@pytest.mark.parametrize("build", [build_sequential, build_fixed, build_depthwise, build_overgrown])
 @pytest.mark.parametrize("depth", [0, 5])
 def test_a_depth_without_drafter_rows_is_refused(build, depth):
     """C021."""
     _, marginals = toy_growth(6, vocab=3, depth=4)
-    limits = {"budget": 4, "children": 2, "depth": depth} | ({"width": 1} if build is build_depthwise else {})
+    limits = {"budget": 4, "children": 2, "depth": depth} | (
+        {"width": 1} if build in (build_depthwise, build_overgrown) else {}
+    )
     with pytest.raises(ValueError, match=rf"depth: {depth} is not allowed \(allowed: 1 to 4, the drafter's rows\)"):
         build(marginals, MarginalScorer(), torch.tensor([0]), target_hidden=torch.zeros(1, 1), **limits)
 
@@ -272,6 +274,7 @@ def test_a_repeated_candidate_is_drafted_once_by_every_arm():
         build_best_first(found, roots, budget=3, depth=1),
         build_sequential(marginals, MarginalScorer(), roots, budget=3, children=3, **given_),
         build_fixed(marginals, MarginalScorer(), roots, budget=3, children=3, **given_),
+        build_overgrown(marginals, MarginalScorer(), roots, budget=3, width=2, children=3, **given_),
     ]
     for tree in trees:
         tree.validate()

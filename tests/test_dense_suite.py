@@ -1,5 +1,6 @@
 """Names, settings and parts of the dense suite's arms: heads and depth bonuses are spelled and read back."""
 
+import json
 import os
 import subprocess
 import sys
@@ -108,6 +109,17 @@ def test_the_static_engine_refuses_what_waits_for_the_host(settings):
     key = "head" if "head" in settings else "method"
     with pytest.raises(ValueError, match=f"{key}: .* is not allowed with engine torch-static"):
         check_engine("torch-static", "torch", DecodeConfig(budget=8, **settings))
+
+
+def test_a_head_of_another_width_is_refused(tmp_path):
+    for part, fields in (
+        ("target", {"hidden_size": 24, "vocab_size": 512}),
+        ("markov", {"d_model": 32, "d_embed": 24}),
+    ):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"markov d_model 32 is not allowed \(allowed: 24, the target's hidden_size\)"):
+        suite.resolve({**NANO, **ARMS, "weights": str(tmp_path)})
 
 
 def test_missing_heads_are_named(tmp_path):
