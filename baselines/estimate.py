@@ -26,7 +26,7 @@ of stdout: one JSON object.
 EXPECTED = WORKFLOWS / "config/expected.yaml"
 # 10 to 30 % below DFlash-TfM, says the paper; no number of its own is printed. The others are in no table of it
 BELOW_TFM = {"ddtree": 1.2} | dict.fromkeys(
-    ("dartree", "dartfixed", "headddtree", "headchain", "heap", "overgrown"), 1.0
+    ("dartree", "dartfixed", "headddtree", "headchain", "heap", "overgrown", "adaptive"), 1.0
 )
 # parameters x bytes: Qwen3.6-27B with vision tower and MTP layer, z-lab's drafter, Weaver in float32
 WEIGHT_BYTES = {"target": 27.78e9 * 2, "drafter": 1.73e9 * 2, "weaver": 56.7e6 * 4}

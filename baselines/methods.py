@@ -41,6 +41,13 @@ METHODS = {
         knobs=("budget", "width", "candidates", "children", "depth"),
         options=("residual", "siblings", "head"),
     ),
+    # tfm-adaptive; budget is the largest that a step may have
+    "adaptive": Method(
+        "tfm.adaptive:make_proposer",
+        parts=("drafter", "weaver"),
+        knobs=("budget", "candidates", "children", "depth"),
+        options=("residual", "head"),
+    ),
     "headchain": Method(
         "baselines.headchain:make_proposer",
         parts=("drafter", "weaver"),

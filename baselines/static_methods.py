@@ -13,8 +13,12 @@ STATIC_FACTORIES = {
     "ddtree": "baselines.static_ddtree:make_proposer",
     "dartree": "baselines.static_dartree:make_proposer",
     "tfm": "tfm.engine.builder:make_proposer",
+    "adaptive": "tfm.engine.builder:make_adaptive_proposer",
 }
-FAST_FACTORIES = {"tfm": "tfm.engine.fast_builder:make_proposer"}
+FAST_FACTORIES = {
+    "tfm": "tfm.engine.fast_builder:make_proposer",
+    "adaptive": "tfm.engine.fast_builder:make_adaptive_proposer",
+}
 
 
 def make_static_proposer(config, models, forms: Forms):

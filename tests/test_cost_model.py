@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfm.cost_model import CostModel, Sample, _non_negative, fit, other_card
+from baselines.cost_model import CostModel, Sample, _non_negative, fit, other_card
 
 TRUE = CostModel(
     {

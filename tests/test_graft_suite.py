@@ -76,7 +76,7 @@ def test_every_method_decodes_eight_prompts_a_set_and_sweeps_run_on_one(cells):
     assert {(cell["prompts"], cell["decode"]["max_new_tokens"]) for cell in cells} == {(8, 128)}
     assert {cell["decode"]["requests"] for cell in cells} == {1}
     assert {(cell["setting"], cell["seed"]) for cell in headline} == {("t0", 0), ("t1", 0), ("t1", 1), ("t1", 2)}
-    assert {cell["decode"]["method"] for cell in headline} == {"ar", "dflash", "ddtree", "dartree", "tfm"}
+    assert {cell["decode"]["method"] for cell in headline} == {"ar", "dflash", "ddtree", "dartree", "tfm", "adaptive"}
     assert {cell["dataset"] for cell in cells if cell["part"] != "headline"} == {"sample-chat"}
     budgets = {cell["decode"]["budget"] for cell in cells if cell["decode"]["method"] == "tfm"}
     assert budgets == {8, 16, 32, 64, 128}

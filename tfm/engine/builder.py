@@ -1,11 +1,16 @@
 """The paper's tree builder without a host copy: the number of expansions is planned, a flag says if it was enough."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from tfm.builder import Growth, TfmProposer, count_expansions, make_scorer, without_repeats
+from tfm.adaptive import BudgetPolicy, Costs
+from tfm.builder import Growth, TfmProposer, count_expansions, default_width, make_scorer, without_repeats
 from tfm.config import DecodeConfig
+from tfm.engine.adaptive import StaticAdaptiveProposer
 from tfm.engine.forms import Forms
+from tfm.marginals import Marginals
 from tfm.tree import DraftTree
 
 
@@ -26,10 +31,15 @@ class PlannedGrowth(Growth):
         return self._tree()
 
 
-class PlannedTfmProposer(TfmProposer):
-    """TfmProposer whose growth never waits for the device; `unfinished` [1] is that of the last tree."""
+class StaticTfmProposer:
+    """The paper's method with a growth that never waits for the device; `unfinished` [1] is that of the last tree."""
 
     unfinished: Tensor | None = None
+
+    def __init__(self, config: DecodeConfig, scorer):
+        self._config, self._scorer = config, scorer
+        self._width = config.width or default_width(config.budget)
+        self.expansions = count_expansions(config.budget, self._width, config.children)
 
     def propose(self, context, clock) -> DraftTree:
         config = self._config
@@ -40,18 +50,31 @@ class PlannedTfmProposer(TfmProposer):
             with clock.stage("weaver_prefix"):
                 self._scorer.begin(marginals, context.target_hidden, config.budget + 1)
             with clock.stage("grow"):
-                growth = PlannedGrowth(
-                    marginals,
-                    self._scorer,
-                    context.roots,
-                    budget=config.budget,
-                    width=self._width,
-                    children=config.children,
-                    depth=config.depth or marginals.tokens.shape[1],
-                    siblings=self._draws(marginals, context) if config.siblings == "sampled" else None,
-                )
-                tree = growth.run()
-        self.expansions, self.unfinished = growth.expansions, growth.unfinished
+                return self._grow(marginals, context)
+
+    def _grow(self, marginals: Marginals, context) -> DraftTree:
+        raise NotImplementedError
+
+
+class PlannedTfmProposer(StaticTfmProposer):
+    """The planned growth in PyTorch."""
+
+    _draws = TfmProposer._draws
+
+    def _grow(self, marginals: Marginals, context) -> DraftTree:
+        config = self._config
+        growth = PlannedGrowth(
+            marginals,
+            self._scorer,
+            context.roots,
+            budget=config.budget,
+            width=self._width,
+            children=config.children,
+            depth=config.depth or marginals.tokens.shape[1],
+            siblings=self._draws(marginals, context) if config.siblings == "sampled" else None,
+        )
+        tree = growth.run()
+        self.unfinished = growth.unfinished
         return tree
 
 
@@ -59,3 +82,16 @@ def make_proposer(config: DecodeConfig, models, forms: Forms) -> PlannedTfmPropo
     """Return the proposer of method tfm for the static engine; needs what tfm.builder.make_proposer needs."""
     del forms
     return PlannedTfmProposer(config, make_scorer(config, models))
+
+
+def adaptive_of(config: DecodeConfig, make) -> StaticAdaptiveProposer:
+    """Return one proposer for every measured budget up to the config's, each of `make(config)`."""
+    ms = Costs.read().up_to(config.budget)
+    return StaticAdaptiveProposer({size: make(replace(config, budget=size)) for size in ms}, BudgetPolicy(ms))
+
+
+def make_adaptive_proposer(config: DecodeConfig, models, forms: Forms) -> StaticAdaptiveProposer:
+    """Return the proposer of method adaptive; needs what tfm.adaptive.make_proposer needs."""
+    del forms
+    scorer = make_scorer(config, models)
+    return adaptive_of(config, lambda sized: PlannedTfmProposer(sized, scorer))

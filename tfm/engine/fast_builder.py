@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from tfm import builder
-from tfm.builder import ConditionalScorer, count_expansions, default_width, without_repeats
+from tfm.builder import ConditionalScorer, count_expansions
 from tfm.config import DecodeConfig
+from tfm.engine.adaptive import StaticAdaptiveProposer
+from tfm.engine.builder import StaticTfmProposer, adaptive_of
 from tfm.engine.forms import Forms
 from tfm.engine.ops import Ops, make_ops
 from tfm.marginals import Marginals
@@ -78,36 +80,21 @@ class FastScorer:
         return rows_triton.add_norm(rows, update, norm.weight, norm.eps, 0.0, norm.bias, update_bias)
 
 
-class FastTfmProposer:
-    """TfmProposer for one request with top siblings; `unfinished` as PlannedTfmProposer."""
-
-    unfinished: Tensor | None = None
+class FastTfmProposer(StaticTfmProposer):
+    """The growth with one frontier kernel, for one request with top siblings."""
 
     def __init__(self, config: DecodeConfig, scorer: FastScorer):
         if config.siblings != "top":
             raise ValueError(
                 f"siblings: {config.siblings!r} is not allowed with growth: triton (allowed: top); use growth: torch"
             )
-        self._config, self._scorer = config, scorer
-        self._width = config.width or default_width(config.budget)
-        self.expansions = count_expansions(config.budget, self._width, config.children)
+        super().__init__(config, scorer)
 
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            marginals = without_repeats(marginals)
-            with clock.stage("weaver_prefix"):
-                self._scorer.begin(marginals, context.target_hidden, config.budget + 1)
-            with clock.stage("grow"):
-                return self._grow(marginals, context.roots)
-
-    def _grow(self, marginals: Marginals, roots: Tensor) -> DraftTree:
+    def _grow(self, marginals: Marginals, context) -> DraftTree:
         config = self._config
         frontier = frontier_triton.Frontier(
             marginals.tokens[0],
-            roots,
+            context.roots,
             budget=config.budget,
             width=self._width,
             children=config.children,
@@ -128,6 +115,17 @@ def make_scorer(config: DecodeConfig, models, forms: Forms) -> ConditionalScorer
 
 def make_proposer(config: DecodeConfig, models, forms: Forms) -> FastTfmProposer:
     """Return the proposer of method tfm; the residual must be on."""
+    _check_residual(config)
+    return FastTfmProposer(config, make_scorer(config, models, forms))
+
+
+def make_adaptive_proposer(config: DecodeConfig, models, forms: Forms) -> StaticAdaptiveProposer:
+    """Return the proposer of method adaptive; the residual must be on."""
+    _check_residual(config)
+    scorer = make_scorer(config, models, forms)
+    return adaptive_of(config, lambda sized: FastTfmProposer(sized, scorer))
+
+
+def _check_residual(config: DecodeConfig) -> None:
     if not config.residual:
         raise ValueError("residual: False is not allowed with growth: triton (allowed: True); use growth: torch")
-    return FastTfmProposer(config, make_scorer(config, models, forms))

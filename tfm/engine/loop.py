@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from tfm.adaptive import BudgetPolicy, expected_gains
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, Proposer, _Request
 from tfm.engine.accept import Decision, unpack
@@ -42,7 +43,8 @@ class Engine:
         self.clock = GraphClock(clock, models.target.embed_weight.device)
         with torch.inference_mode():
             self.step = StaticStep(models, config, proposer, capacity=capacity, forms=forms, clock=self.clock)
-        self._host: torch.Tensor | None = None
+        self._policy: BudgetPolicy | None = getattr(proposer, "policy", None)
+        self._hosts: dict[int, torch.Tensor] = {}  # by length: trees of other sizes have packets of other lengths
         # stages are timed one after the other
         self._runs_ahead, self._is_proposed = forms.ahead and clock != "stages", False
 
@@ -66,6 +68,9 @@ class Engine:
     def restart(self) -> None:
         """Forget the tree that was proposed ahead: the memory now belongs to another request."""
         self._is_proposed = False
+        if self._policy is not None:
+            self._policy.reset()
+            self.step.select(self._policy.choose())
 
     def _check_prompt(self, prompt: Prompt) -> None:
         vocab = self.models.target.config.vocab_size
@@ -122,12 +127,18 @@ class Engine:
         clock.start_step()
         if not self._is_proposed:
             step.propose()
-        arrived = self._copy(step.verify())
+        copied = self._copy(step.verify())
         step.commit()
+        if self._policy is not None:
+            # a step ahead: this step's decision is still on its way
+            step.select(self._policy.choose())
         if self._runs_ahead:
             step.propose()
         self._is_proposed = self._runs_ahead
-        decision = self._wait(arrived)
+        decision = self._wait(copied)
+        if self._policy is not None:
+            columns = (decision.parents[0], decision.log_probs[0], decision.num_nodes[0])
+            self._policy.observe(expected_gains(*columns, self._policy.budgets), decision.accepted[0])
         self._refuse_nan(request, decision.bonus_logit)
         if decision.is_unfinished:
             raise RuntimeError(
@@ -140,19 +151,19 @@ class Engine:
     def _copy(self, packet: torch.Tensor):
         # the step's one device-to-host copy
         if packet.device.type != "cuda":
-            self._host = packet
-            return None
-        if self._host is None:
-            self._host = torch.empty(packet.shape, dtype=packet.dtype, pin_memory=True)
-            self._arrived = torch.cuda.Event()
-        self._host.copy_(packet, non_blocking=True)
-        self._arrived.record()
-        return self._arrived
+            return packet, None
+        if len(packet) not in self._hosts:
+            self._hosts[len(packet)] = torch.empty(packet.shape, dtype=packet.dtype, pin_memory=True)
+        host, arrived = self._hosts[len(packet)], torch.cuda.Event()
+        host.copy_(packet, non_blocking=True)
+        arrived.record()
+        return host, arrived
 
-    def _wait(self, arrived) -> Decision:
+    def _wait(self, copied) -> Decision:
+        host, arrived = copied
         if arrived is not None:
             arrived.synchronize()
-        return unpack(self._host, self.step.path_rows)
+        return unpack(host, self.step.path_rows)
 
     def _refuse_nan(self, request: _Request, logit: float) -> None:
         if logit != logit:

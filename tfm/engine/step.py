@@ -67,11 +67,19 @@ class StaticStep:
             )
         self.context = StaticContext(models, self.target, self.drafter)
         self._draw = _draw_of(forms)
-        self._propose, self._verify = Part(self._run_propose, clock), Part(self._run_verify, clock)
-        self._commit = Part(self._run_commit, clock)
-        self._parts = (self._propose, self._verify, self._commit)
-        if forms.graphs:
-            self._capture()
+        # one for every budget that a step may have, on the same memory
+        self._proposers = getattr(proposer, "proposers", {None: proposer})
+        runs = (self._run_propose, self._run_verify, self._run_commit)
+        self._sets = {size: tuple(Part(run, clock) for run in runs) for size in self._proposers}
+        for size in self._proposers:
+            self.select(size)
+            if forms.graphs:
+                self._capture()
+
+    def select(self, size: int | None) -> None:
+        """Take another size of tree for the steps that follow; between a commit and a propose."""
+        self.proposer = self._proposers[size]
+        self._propose, self._verify, self._commit = self._sets[size]
 
     def propose(self) -> None:
         """Draft and build the next tree; nothing is committed by that."""
@@ -138,10 +146,10 @@ class StaticStep:
         stream = torch.cuda.Stream()
         for _ in range(WARM_UPS):
             self._reset()
-            for part in self._parts:
+            for part in (self._propose, self._verify, self._commit):
                 part.warm_up(stream)
         self._reset()
-        for part in self._parts:
+        for part in (self._propose, self._verify, self._commit):
             part.capture()
 
     def _reset(self) -> None:

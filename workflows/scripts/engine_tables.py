@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tfm import cost_model
-from tfm.cost_model import Sample
+from baselines import cost_model
+from baselines.cost_model import Sample
 from tfm.manifest import write_json
 from tfm.trace import STAGES
 

@@ -25,6 +25,7 @@ Last line of stdout: one JSON object.
 COLOURS = {"ar": "#7f7f7f", "dflash": "#0072b2", "ddtree": "#e69f00", "dartree": "#cc79a7", "tfm": "#009e73"}
 MARKERS = {"ar": "s", "dflash": "o", "ddtree": "^", "dartree": "v", "tfm": "D"}
 LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "dartree": "DARTree", "tfm": "DFlash-TfM"}
+COLOURS |= {"adaptive": "#117733"}
 COLOURS |= {
     "headchain": "#56b4e9",
     "headddtree": "#d55e00",
@@ -33,6 +34,8 @@ COLOURS |= {
     "overgrown": "#332288",
 }
 MARKERS |= {"headchain": "P", "headddtree": "<", "dartfixed": "X", "heap": "*", "overgrown": "h"}
+MARKERS |= {"adaptive": "d"}
+LABELS |= {"adaptive": "tfm, adaptive budget"}
 LABELS |= {"headchain": "head's chain", "headddtree": "chain, then DDTree", "dartfixed": "DARTree, fixed"}
 LABELS |= {"heap": "sequential heap", "overgrown": "overgrown"}
 PARTS = {

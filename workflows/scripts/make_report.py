@@ -37,6 +37,7 @@ Last line of stdout: one JSON object.
 """
 METHODS = {"ar": "autoregressive", "dflash": "DFlash chain", "ddtree": "DDTree", "dartree": "DARTree"}
 METHODS |= {"tfm": "DFlash-TfM", "headchain": "head's chain", "headddtree": "DDTree on the head's chain"}
+METHODS |= {"adaptive": "DFlash-TfM, adaptive budget"}
 METHODS |= {"dartfixed": "DARTree, fixed", "heap": "sequential heap", "overgrown": "overgrown tree"}
 SECTIONS = {
     "headline": "Headline",
