@@ -13,7 +13,8 @@ SERVED = {"sglang": "baselines.sglang", "sglang-paper": "baselines.sglang", "vll
 ENGINES = (REFERENCE, STATIC, *SERVED)
 FORMS = ("torch", "fast")  # of the static engine: PyTorch's, or Triton, graphs and measured products
 STATIC_RULES = ("greedy", "target_only")
-STATIC_METHODS = ("ar", "dflash", "ddtree", "dartree", "tfm")  # the others' proposers wait for the host
+SERVED_METHODS = ("ar", "dflash", "ddtree", "dartree", "tfm")
+STATIC_METHODS = (*SERVED_METHODS, "adaptive")  # the others' proposers wait for the host
 
 
 def check_engine(engine: str, forms: str | None, config: DecodeConfig) -> None:
@@ -25,7 +26,7 @@ def check_engine(engine: str, forms: str | None, config: DecodeConfig) -> None:
     if engine == STATIC and forms not in FORMS:
         raise ValueError(f"forms: {forms!r} is not allowed (allowed: {', '.join(FORMS)}); {STATIC} needs one of them")
     for key, value, allowed in (
-        ("method", config.method, STATIC_METHODS),
+        ("method", config.method, STATIC_METHODS if engine == STATIC else SERVED_METHODS),
         ("head", config.head, (DecodeConfig.head,)),
     ):
         if value not in allowed:
