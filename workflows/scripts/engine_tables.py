@@ -1,6 +1,7 @@
 """Turn the timed steps of bench_engine.py, and a suite's cells where given, into tables and engine_summary.json."""
 
 import argparse
+import gzip
 import json
 import statistics
 import sys
@@ -15,7 +16,8 @@ from tfm.manifest import write_json
 from tfm.trace import STAGES
 
 DESCRIPTION = """
-Reads one JSON file of bench_engine.py --stage steps (--steps; with --key, one entry of a file that holds several).
+Reads one JSON file of bench_engine.py --stage steps (--steps, .json or .json.gz; with --key, one entry of a file that
+holds several).
 Writes to --out: step_costs.csv (measured ms a step, over the floor and over ar), latency.csv (stages inside the step),
 energy.csv, memory.csv, cost_model.csv (coefficients and errors), cost_fit.csv (measured against modelled steps),
 modelled.csv (speed over ar at a given tau, here and at another card's bandwidth: modelled, never measured) and
@@ -26,6 +28,12 @@ RESAMPLES, SEED = 1000, 20261130
 # bytes a second of the data sheets: NVIDIA H200 141 GB HBM3e, B200 HBM3e
 DATA_SHEET = {"H200": 4.8e12, "B200": 8.0e12}
 HEADLINE = {"dflash": "dflash_step_over_ar", "ddtree": "ddtree_step_over_ar_B64", "tfm": "tfm_step_over_ar_B64"}
+
+
+def read(path: Path) -> dict:
+    """Return the JSON of a file, which may be packed (.gz)."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return json.loads(data)
 
 
 def samples_of(report: dict, variant: str) -> dict[tuple[str, int], list[np.ndarray]]:
@@ -263,7 +271,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    report = json.loads(options.steps.read_text(encoding="utf-8"))
+    report = read(options.steps)
     report = report[options.key] if options.key else report
     taus = {name: float(number) for name, number in (word.split("=") for word in options.tau)}
     costs = step_costs(report)
