@@ -14,12 +14,11 @@ def links(parents: Tensor) -> tuple[Tensor, Tensor]:
     count = len(row)
     nodes = torch.arange(count, device=row.device)
     is_child = row >= 0
-    # childless nodes and nodes without a later sibling keep `count`, which becomes -1
-    first = torch.full((count + 1,), count, dtype=torch.int64, device=row.device)
-    first.scatter_reduce_(0, torch.where(is_child, row, count), nodes, "amin")
     is_later = (row[None] == row[:, None]) & (nodes[None] > nodes[:, None]) & is_child[None]
-    sibling = torch.where(is_later, nodes[None], count).amin(1)
-    first, sibling = (torch.where(found < count, found, -1) for found in (first[:count], sibling))
+    found = torch.stack([row[None] == nodes[:, None], is_later])
+    # the lowest of them; nodes without any get `count`, which becomes -1
+    lowest = torch.where(found, nodes, count).amin(2)
+    first, sibling = torch.where(lowest < count, lowest, -1)
     return first[None], sibling[None]
 
 
