@@ -113,6 +113,18 @@ def test_no_state_of_every_node_is_allocated_when_this_projects_op_verifies(sett
         assert given["speculative_num_draft_tokens"] == wanted
 
 
+def test_a_requests_row_has_room_for_two_trees_behind_the_context(settings, monkeypatch):
+    """DFLASH reserves 2 * 65 places behind the committed ones; SGLang's row ends 4 + 65 behind the context."""
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from baselines.sglang import hooks
+
+    for runs_trees, width in ((False, 2048 + 4 + 65), (True, 2048 + 4 + 2 * 65)):
+        monkeypatch.setattr(hooks, "_process_runs_trees", lambda *_, found=runs_trees: found)
+        pool = ReqToTokenPool(size=1, max_context_len=2048 + 4 + 65, device="cpu", enable_memory_saver=False)
+        assert pool.req_to_token.shape == (2, width)
+
+
 def test_a_pool_without_draft_tokens_keeps_one_state_a_slot(monkeypatch):
     """What the hook relies on: SGLang's pool has no per-node buffers when it is told of no draft tokens."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape

@@ -62,6 +62,17 @@ def mamba_pool(original, pool, **named):
     return original(pool, **named)
 
 
+def request_table(original, pool, size, max_context_len, device, enable_memory_saver):
+    """Widen a request's row of places in the memory by a tree.
+
+    DFLASH reserves two verify blocks behind what is committed, and the row ends one block behind the context: of a
+    chain's places the last 12 would lie outside, of a tree's 61.
+    """
+    if _process_runs_trees():
+        max_context_len += Settings.from_environment().budget + 1
+    return original(pool, size, max_context_len, device, enable_memory_saver)
+
+
 def need_hidden_states(original, server_args=None):
     """DFLASH relays no hidden rows, and neither do its trees; SGLang asks by name."""
     return False if _process_runs_trees(server_args) else original(server_args)
@@ -86,6 +97,7 @@ AROUND = {
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": create_dummy_verify_input,
     "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend": forward_extend,
     "sglang.srt.mem_cache.memory_pool.MambaPool.__init__": mamba_pool,
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__": request_table,
     "sglang.srt.speculative.spec_utils.spec_need_hidden_states": need_hidden_states,
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
 }
