@@ -8,7 +8,9 @@
     nox -s triton                                       # the Triton kernels' logic, without a card
 
 A Python that is not installed is skipped and named so; CI=1 or --error-on-missing-interpreters makes that an error.
-Where two cards are, the gpu session runs the tests for two as well; they skip themselves with one.
+Where two cards are, the gpu session runs the tests for two as well; they skip themselves with one. Seen to work so far:
+tests-3.11 with torch 2.13.0 (three files of tests) and lint. The other sessions of tests need builds of torch that
+could not be fetched where that was tried.
 """
 
 import nox
