@@ -160,6 +160,14 @@ def test_a_candidate_without_mass_is_no_node():
     assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.parents, expected.parents)
 
 
+@pytest.mark.parametrize("name", ["ar", "tfm"])
+def test_a_prefill_in_chunks_changes_no_record(nano, name, monkeypatch):
+    """Prompts shorter than a chunk, of one, of several and a rest, one after the other in the same memory."""
+    monkeypatch.setattr("tfm.engine.step.ROWS", 32)
+    config, prompts = settings_of(name), prompts_of(nano, (70, 5, 32, 96))
+    assert_same_records(run_static(nano, config, prompts, prefill="chunks"), run_reference(nano, config, prompts))
+
+
 def test_a_warm_up_is_never_longer_than_the_memory(nano):
     config, prompts, done = settings_of("ar", max_new_tokens=3), prompts_of(nano)[:1], []
     engine = make_engine(nano, config, prompts)

@@ -60,6 +60,14 @@ def test_all_fast_forms_in_graphs_change_nothing(nano, name, temperature):
     assert_same_records(run_static(nano, config, prompts, **forms), expected, log_prob_tolerance=1e-4)
 
 
+@pytest.mark.parametrize("name", ["ar", "tfm"])
+def test_a_prefill_in_chunks_changes_no_record(nano, name):
+    config, prompts = settings_of(name), prompts_of(nano, (200, 5, 128))
+    forms = {"graphs": True, "ahead": True, "prefill": "chunks", **dict.fromkeys(FORMS, "triton")}
+    expected = run_reference(nano, config, prompts)
+    assert_same_records(run_static(nano, config, prompts, **forms), expected, log_prob_tolerance=1e-4)
+
+
 def wide_family() -> Models:
     """Heads of 128 as the CUDA mixer takes them, in bf16."""
     models = random_family(hidden=256, head_dim=128, gdn_dim=128, heads=(4, 2), gdn_heads=(4, 12), vocab=512, block=16)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 TORCH, TRITON = "torch", "triton"
 CHOICES = (TORCH, TRITON)
+CHUNKS = "chunks"
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Forms:
     sampling: str = TORCH  # one pass over the logits for token and log-sum
     growth: str = TORCH  # frontier of the tree builders
     linear: str = TORCH  # products with few rows; "triton" takes the measured choice of each shape
+    prefill: str = TORCH  # torch: as the reference loop; chunks: as verify passes over chains, captured like the steps
 
     @staticmethod
     def fast() -> "Forms":
@@ -33,6 +35,8 @@ class Forms:
                 raise ValueError(
                     f"{name}: {getattr(self, name)!r} is not allowed (allowed: {allowed}); choose one of them"
                 )
+        if self.prefill not in (TORCH, CHUNKS):
+            raise ValueError(f"prefill: {self.prefill!r} is not allowed (allowed: torch, chunks); choose one of them")
         if self.graphs and str(device).partition(":")[0] != "cuda":
             raise ValueError(
                 f"graphs: True is not allowed on {device} (allowed: False); CUDA graphs need a CUDA device"
@@ -46,4 +50,4 @@ class Forms:
 
 
 def _names() -> list[str]:
-    return [field.name for field in fields(Forms) if field.name not in ("graphs", "ahead")]
+    return [field.name for field in fields(Forms) if field.name not in ("graphs", "ahead", "prefill")]

@@ -9,9 +9,10 @@ from tfm.drafter import Drafter
 from tfm.engine.accept import RULES, accept_static, draw_rows, make_fast_draw, pack
 from tfm.engine.candidates import marginals_from_logits
 from tfm.engine.drafter import StaticDrafter
-from tfm.engine.forms import TRITON, Forms
+from tfm.engine.forms import CHUNKS, TRITON, Forms
 from tfm.engine.graphs import WARM_UPS, GraphClock, Part
 from tfm.engine.ops import make_ops
+from tfm.engine.prefill import ROWS, ChunkPrefill
 from tfm.engine.target import StaticTarget
 from tfm.marginals import Marginals
 from tfm.target import TargetOutput
@@ -53,7 +54,8 @@ class StaticStep:
         self.models, self.config, self.proposer, self.forms, self.clock = models, config, proposer, forms, clock
         self.capacity, ops = capacity, make_ops(forms)
         self.path_rows = _path_rows(config, models.drafter)
-        rows = max(self.path_rows, (config.budget or 0) + 1)
+        in_chunks = forms.prefill == CHUNKS
+        rows = max(self.path_rows, (config.budget or 0) + 1, ROWS if in_chunks else 0)
         self.target = StaticTarget(models.target, capacity=capacity, rows=rows, ops=ops, gdn_backend=config.gdn_backend)
         self.drafter = None
         if models.drafter is not None:
@@ -67,6 +69,7 @@ class StaticStep:
             )
         self.context = StaticContext(models, self.target, self.drafter)
         self._draw = _draw_of(forms)
+        self._prefill = ChunkPrefill(self.target, ROWS, graphs=forms.graphs) if in_chunks else None
         # one for every budget that a step may have, on the same memory
         self._proposers = getattr(proposer, "proposers", {None: proposer})
         runs = (self._run_propose, self._run_verify, self._run_commit)
@@ -94,16 +97,19 @@ class StaticStep:
         self._commit()
 
     def prefill(self, tokens: list[int], index: int, root_of) -> Tensor:
-        """Start a request: prefill as tfm.decode does, copy its rows; return the logits [1, 1, vocab].
+        """Start a request: prefill in chunks, or as tfm.decode does and copy its rows; return the logits [1, 1, vocab].
 
         `root_of(logits, lengths, indices)` draws the first token [1].
         """
         target, device = self.models.target, self.context.roots.device
         lengths = torch.tensor([len(tokens)], device=device)
         self.context.indices.fill_(index)
-        cache = target.new_cache(1, len(tokens))
-        output = target.prefill(torch.tensor([tokens], device=device), lengths, cache)
-        self.target.load(cache)
+        if self._prefill is not None:
+            output = self._prefill(tokens)
+        else:
+            cache = target.new_cache(1, len(tokens))
+            output = target.prefill(torch.tensor([tokens], device=device), lengths, cache)
+            self.target.load(cache)
         self.context.roots.copy_(root_of(output.logits, lengths, self.context.indices))
         self.context.target_hidden.copy_(output.hidden[:, 0])
         if self.drafter is not None:

@@ -64,6 +64,12 @@ class StaticTarget:
         """Return the GDN layers' states; they are written in place."""
         return list(self._gdn.states.values()) if self._gdn is not None else []
 
+    def reset(self) -> None:
+        """Forget the request: nothing is committed."""
+        if self._gdn is not None:
+            self._gdn.reset()
+        self.length.zero_()
+
     def load(self, cache: TargetCache) -> None:
         """Take over the committed rows of one prefilled request."""
         if self._gdn is not None:

@@ -25,9 +25,10 @@ Stages, in the order in which they are worth calling:
              from kernels/
   attention  time the tree attention's tilings at those shapes
   compile    compile what products and attention will try, without timing anything; --part 0/4 takes every fourth
-Arms are method names with knobs, as in tfm-b32-w4. Variants are forms:gdn_backend[:clock[:launches]]: forms in Triton
-(all, none, or some of attention,rows,sampling,growth,linear); stages as the clock puts events inside the graphs; plain
-as the launches lets no kernel come up before the one before it is done, as in all:fused_cuda:off:plain. Every stage
+Arms are method names with knobs, as in tfm-b32-w4. Variants are forms:gdn_backend[:clock[:launches[:prefill]]]: forms
+in Triton (all, none, or some of attention,rows,sampling,growth,linear); stages as the clock puts events inside the
+graphs; plain as the launches lets no kernel come up before the one before it is done; chunks as the prefill takes the
+engine's own, as in all:fused_cuda:off:early:chunks. Prefill is timed in the first variant and in those. Every stage
 writes --name (default: the stage) .json to --out, also what it had when it failed; nothing falls back by itself. Last
 line of stdout: one JSON object. Exit 1 if anything failed.
 """
@@ -64,7 +65,7 @@ class Bench:
                 arms = [arm for name in names if (arm := self._build(name, variant, contexts)) is not None]
                 try:
                     self._time(arms, variant, contexts)
-                    if number == 0 and text == variants[0]:
+                    if number == 0 and text == variants[0] or variant.prefill == "chunks":
                         self._time_prefill(arms, variant)
                 except Exception:
                     self._failed(str(variant))

@@ -40,20 +40,21 @@ class Variant:
     gdn_backend: str
     clock: str = "off"
     launches: str = "early"  # of Triton's kernels; plain: none comes up before the previous one is done
+    prefill: str = "torch"  # or chunks
 
     @staticmethod
     def parse(text: str) -> "Variant":
         """Return the variant of forms:backend[:clock[:launches]]."""
         words = text.split(":")
-        if not 2 <= len(words) <= 4 or words[3:] not in ([], ["early"], ["plain"]):
-            allowed = "forms:gdn_backend[:clock[:early or plain]]"
+        if not 2 <= len(words) <= 5 or words[3:4] not in ([], ["early"], ["plain"]):
+            allowed = "forms:gdn_backend[:clock[:early or plain[:torch or chunks]]]"
             raise ValueError(f"--variants: {text!r} is not allowed (allowed: {allowed}); see --help")
         return Variant(*words)
 
     def __str__(self) -> str:
-        words = [self.forms, self.gdn_backend, self.clock, self.launches]
-        count = 4 if self.launches != "early" else 3 if self.clock != "off" else 2
-        return ":".join(words[:count])
+        words = [self.forms, self.gdn_backend, self.clock, self.launches, self.prefill]
+        usual = ["", "", "off", "early", "torch"]
+        return ":".join(words[: max(i + 1 for i in range(5) if words[i] != usual[i])])
 
     def make_forms(self, *, graphs: bool) -> Forms:
         """Return the forms, captured in graphs or not. Raises ValueError for a part that does not exist."""
@@ -61,7 +62,7 @@ class Variant:
         unknown = sorted(set(chosen) - set(FORMS))
         if unknown:
             raise ValueError(f"--variants: {unknown[0]!r} is not allowed (allowed: all, none, {', '.join(FORMS)})")
-        return Forms(graphs=graphs, ahead=graphs, **dict.fromkeys(chosen, TRITON))
+        return Forms(graphs=graphs, ahead=graphs, prefill=self.prefill, **dict.fromkeys(chosen, TRITON))
 
 
 def arm_config(name: str, gdn_backend: str) -> DecodeConfig:
