@@ -213,8 +213,10 @@ def test_a_request_with_a_grammar_is_aborted_with_the_reason(settings, monkeypat
 @pytest.mark.parametrize("kernel", ["fused_cuda", "recurrent_triton"])
 def test_a_whole_servers_arguments_resolve_to_trees_for_the_target(kernel, monkeypatch):
     """SGLang's own resolution of the runner's flags, with the shipped family's configs."""
+    from sglang.srt.runtime_context import get_context, get_spec
     from sglang.srt.server_args import prepare_server_args
 
+    from baselines.sglang import hooks
     from baselines.sglang.flags import arguments, server_of
 
     decode = {"method": "ddtree", "budget": 64, "width": None, "children": 8, "candidates": 64, "depth": None}
@@ -227,6 +229,11 @@ def test_a_whole_servers_arguments_resolve_to_trees_for_the_target(kernel, monke
     assert (found.speculative_num_draft_tokens, found.speculative_dflash_block_size, found.page_size) == (65, 16, 1)
     assert found.speculative_eagle_topk == (1 if kernel == "fused_cuda" else 2)
     assert found.attention_backend == found.speculative_draft_attention_backend == "triton"
+    # the memory's plan sees no states of every node where none are kept, and nothing else does
+    with get_context().preserve_config():
+        get_context().set_server_args(found)
+        seen = hooks.mamba_budget(lambda *_: get_spec().speculative_num_draft_tokens, None, 50.0)
+        assert seen == (0 if kernel == "fused_cuda" else 65) and get_spec().speculative_num_draft_tokens == 65
     with pytest.raises(ValueError, match="DFLASH_TFM: max_running_requests: 4 is not allowed"):
         prepare_server_args([*words, *arguments({**server["flags"], "max-running-requests": 4})])
 

@@ -62,6 +62,20 @@ def mamba_pool(original, pool, **named):
     return original(pool, **named)
 
 
+def mamba_budget(original, configurator, total_rest_memory):
+    """Reserve no memory for states of every node where none are allocated: the rest goes to keys and values."""
+    if not (_process_runs_trees() and Settings.from_environment().is_fused):
+        return original(configurator, total_rest_memory)
+    from sglang.srt.runtime_context import get_context, get_spec
+
+    nodes = get_spec().speculative_num_draft_tokens
+    get_context().override(NAME.lower(), speculative_num_draft_tokens=0)
+    try:
+        return original(configurator, total_rest_memory)
+    finally:
+        get_context().override(NAME.lower(), speculative_num_draft_tokens=nodes)
+
+
 def request_table(original, pool, size, max_context_len, device, enable_memory_saver):
     """Widen a request's row of places in the memory by a tree.
 
@@ -97,6 +111,7 @@ AROUND = {
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": create_dummy_verify_input,
     "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend": forward_extend,
     "sglang.srt.mem_cache.memory_pool.MambaPool.__init__": mamba_pool,
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache": mamba_budget,
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__": request_table,
     "sglang.srt.speculative.spec_utils.spec_need_hidden_states": need_hidden_states,
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": validate_request,
