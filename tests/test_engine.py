@@ -8,7 +8,7 @@ from baselines.ddtree import build_best_first
 from baselines.loading import load_models
 from baselines.static_ddtree import build_by_levels, rank_pairs
 from tfm.config import DecodeConfig
-from tfm.engine.candidates import marginals_from_logits
+from tfm.engine.candidates import chunk_of, marginals_from_logits
 from tfm.marginals import Marginals
 from tfm.trace import STAGES
 
@@ -117,6 +117,12 @@ def test_candidates_by_chunks_are_those_of_the_whole_row(levels, count):
         got = marginals_from_logits(logits, logits, count, chunk=8)
         assert torch.equal(got.tokens, expected.tokens)
         assert torch.equal(got.log_probs, expected.log_probs)
+
+
+def test_chunks_follow_how_many_candidates_are_wanted():
+    """248,320 ids: 15,520 maxima and 8,192 scores for 512 candidates, where chunks of 64 had 32,768 scores."""
+    assert [chunk_of(248_320, count) for count in (1, 64, 512, 4096)] == [64, 64, 16, 8]
+    assert chunk_of(96, 20) == 8
 
 
 def random_marginals(seed, rows=6, vocab=40, grid=None):
