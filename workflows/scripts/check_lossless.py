@@ -42,7 +42,7 @@ class Check:
     def outputs(self, method: str, temperature: float, head: str | None) -> dict[str, list[int]]:
         """Return the tokens of each prompt."""
         options, entry = self.options, METHODS[method]
-        knobs = {"budget": options.budget, "candidates": options.candidates, "children": 16}
+        knobs = {"budget": options.budget, "candidates": options.candidates, "children": 16, "depth": options.depth}
         settings = {name: value for name, value in knobs.items() if name in entry.knobs}
         settings |= {"depth_bonus": -0.2} if "depth_bonus" in entry.options else {}
         settings |= {"head": head} if head and "head" in entry.options else {}
@@ -109,6 +109,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--requests", type=int, default=1, help="decoded together")
     add("--budget", type=int, default=64)
     add("--candidates", type=int, default=64)
+    add("--depth", type=int, help="deepest draft; default: all the drafter's rows")
     add("--threads", type=int, default=2, help="of torch")
     return parser.parse_args(arguments)
 
@@ -136,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = [d for row in test.rows for d in row["differences"] if not d["gap"] < NEAR_TIE]
     total = {"compared": sum(row["compared"] for row in test.rows), "same": sum(row["same"] for row in test.rows)}
     total |= {"near_ties": sum(len(row["differences"]) for row in test.rows) - len(wrong), "wrong": len(wrong)}
-    budget = {"budget": options.budget, "candidates": options.candidates, "max_new_tokens": options.max_new_tokens}
+    budget = {name: getattr(options, name) for name in ("budget", "candidates", "depth", "max_new_tokens")}
     facts = {"device": facts, "dtype": "float32", "prompts": len(prompts), "requests": options.requests, **budget}
     manifest.write_json(options.out, {**total, **facts, "environment": manifest.environment(), "rows": test.rows})
     print(json.dumps({"out": str(options.out), **total}))
