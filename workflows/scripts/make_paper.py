@@ -17,6 +17,8 @@ those for which the suite has the numbers; they need the package booktabs and ar
 files lie beside the tables. Last line of stdout: one JSON object.
 """
 NAMES = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "dartree": "DARTree", "tfm": "DFlash-TfM"}
+NAMES |= {"headchain": "head's chain", "headddtree": "chain + DDTree", "dartfixed": "DARTree (fixed)"}
+NAMES |= {"heap": "sequential heap", "overgrown": "overgrown"}
 MISSING = "--"
 
 
