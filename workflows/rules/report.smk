@@ -96,8 +96,18 @@ rule write_manifest:
         script="workflows/scripts/write_manifest.py",
         plan="<results>/plan.json",
         cells=all_of_cells("cell.json"),
-        tables=rules.make_tables.output,
-        figures=rules.make_figures.output,
+        # by their paths: beside rules.NAME.output Snakemake hashes all cells once for each of them
+        tables=collect(
+            "<results>/tables/{table}.{form}",
+            table=config["tables"],
+            form=TABLE_FORMS,
+        ),
+        facts=["<results>/tables/captions.json", "<results>/summary.json"],
+        figures=collect(
+            "<results>/figures/{figure}.{form}",
+            figure=config["figures"],
+            form=FIGURE_FORMS,
+        ),
         compare="<results>/compare.csv",
     output:
         "<results>/manifest.json",
