@@ -87,6 +87,15 @@ def test_what_is_modelled_says_so_in_every_column(folder):
     assert row["modelled_B200_step_ms_all_scales"] < row["modelled_B200_step_ms_floor_scales"] < 18
 
 
+def test_paper_measured_and_modelled_stand_in_columns_of_their_own(folder):
+    table = read(folder, "headline").set_index("method")
+    assert table.loc["tfm", "paper_speedup"] == 4.37 and table.loc["dflash", "paper_speedup"] == 3.5
+    assert table.loc["tfm", "measured_step_over_ar"] == pytest.approx(18.01 / 13.01)
+    # no cells were given: nothing is measured of acceptance, and the row says so
+    assert table["measured_speedup"].isna().all() and (table["reason"] == "no cells of the graft were given").all()
+    assert table.loc["tfm", "modelled_speedup"] == pytest.approx(6.7 * 13 / 18, rel=0.02)
+
+
 def test_the_fit_is_shown_beside_what_it_was_fitted_on(folder):
     fitted = read(folder, "cost_fit")
     assert len(fitted) == 12 and fitted["error"].abs().max() < 0.05

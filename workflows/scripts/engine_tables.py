@@ -9,25 +9,29 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from baselines import cost_model
 from baselines.cost_model import Sample
+from tfm import metrics
+from tfm.cells import load_cells
 from tfm.manifest import write_json
 from tfm.trace import STAGES
 
 DESCRIPTION = """
 Reads one JSON file of bench_engine.py --stage steps (--steps, .json or .json.gz; with --key, one entry of a file that
-holds several).
-Writes to --out: step_costs.csv (measured ms a step, over the floor and over ar), latency.csv (stages inside the step),
-energy.csv, memory.csv, cost_model.csv (coefficients and errors), cost_fit.csv (measured against modelled steps),
-modelled.csv (speed over ar at a given tau, here and at another card's bandwidth: modelled, never measured) and
-engine_summary.json (name -> {value, low, high, n, unit}). --tau takes tokens a step as method=number; --cells adds
-what a suite's cells say of tau and energy. Last line of stdout: one JSON object.
+holds several). Writes to --out: headline.csv (paper, measured and modelled side by side), step_costs.csv (measured ms a
+step, over the floor and over ar), latency.csv (stages inside the step), energy.csv, memory.csv, cost_model.csv
+(coefficients and errors), cost_fit.csv (measured against modelled steps), modelled.csv (speed over ar at a given tau,
+here and at another card's bandwidth: modelled, never measured) and engine_summary.json (name -> {value, low, high, n,
+unit}). --tau takes tokens a step as method=number; --cells adds what a suite's cells say of tau, speed and energy. Last
+line of stdout: one JSON object.
 """
 RESAMPLES, SEED = 1000, 20261130
 # bytes a second of the data sheets: NVIDIA H200 141 GB HBM3e, B200 HBM3e
 DATA_SHEET = {"H200": 4.8e12, "B200": 8.0e12}
 HEADLINE = {"dflash": "dflash_step_over_ar", "ddtree": "ddtree_step_over_ar_B64", "tfm": "tfm_step_over_ar_B64"}
+EXPECTED = Path("workflows/config/expected.yaml")
 
 
 def read(path: Path) -> dict:
@@ -203,7 +207,7 @@ def summary(costs: pd.DataFrame, stages: pd.DataFrame, frames: dict, variant: st
     if "ar" in known.index:
         enter("ar_step_ms", known.loc["ar"], ("step_ms", "step_ms_low", "step_ms_high"), "ms")
         enter("ar_step_over_floor", known.loc["ar"], ("over_floor", None, None), "x")
-    for arm, name in HEADLINE.items():
+    for arm, name in {**HEADLINE, "dartree": "dartree_step_over_ar_B64"}.items():
         if arm in known.index:
             enter(name, known.loc[arm], ("over_ar", "over_ar_low", "over_ar_high"), "x")
     entries |= _shares(stages, context)
@@ -235,26 +239,54 @@ def _shares(stages: pd.DataFrame, context: int) -> dict:
 
 
 def from_cells(folders: list[Path]) -> dict:
-    """Return tau and joule a token of each method over the timed cells of a suite, prefill included."""
-    from tfm.cells import load_cells  # lazy: only where cells are given
-    from tfm.metrics import mean, per_request
+    """Return tau, speed over others and joule a token of each method over the timed cells of a suite, prefill included.
 
+    Names of temperature 1 carry no setting, those of others do.
+    """
     records, entries = load_cells(folders), {}
     timed = records.requests[records.requests["clock"] == "wall"]
-    table = per_request(timed, records.steps)
-    for (method, setting), rows in table.groupby(["method", "setting"]):
-        found = mean(rows, "tau")
-        entry = {"value": found.value, "low": found.low, "high": found.high, "n": found.n, "unit": "tokens a step"}
-        entries[f"tau_{method}_{setting}"] = entry
+    for setting, table in metrics.per_request(timed, records.steps).groupby("setting"):
+        ending = "" if setting == "t1" else f"_{setting}"
+        arms = dict(list(table.groupby("method")))
+        for method, rows in arms.items():
+            entries[f"tau_{method}{ending}"] = _entry(metrics.mean(rows, "tau"), "tokens a step")
+            for other in (other for other in ("ar", "dflash", "ddtree") if other in arms and other != method):
+                found = metrics.ratio(rows, arms[other], "tok_s")
+                entries[f"speedup_{method}_over_{other}{ending}"] = _entry(found, "x, tokens/s, prefill included")
     for method in sorted(set(timed["method"])):
-        cells = [cell for cell in records.cells if cell["cell"]["decode"]["method"] == method and cell.get("energy")]
-        joules = sum(cell["energy"]["joule"] for cell in cells)
-        numbers = [records.cells.index(cell) for cell in cells]
-        tokens = int(records.requests[records.requests["cell"].isin(numbers)]["new_tokens"].sum())
+        cells = [i for i, cell in enumerate(records.cells) if cell.get("energy")]
+        cells = [i for i in cells if records.cells[i]["cell"]["decode"]["method"] == method]
+        joules = sum(records.cells[i]["energy"]["joule"] for i in cells)
+        tokens = int(records.requests[records.requests["cell"].isin(cells)]["new_tokens"].sum())
         if tokens:
             unit = {"low": None, "high": None, "n": len(cells), "unit": "J a token"}
             entries[f"joule_per_token_{method}"] = {"value": joules / tokens, **unit}
     return entries
+
+
+def _entry(found, unit: str) -> dict:
+    return {"value": found.value, "low": found.low, "high": found.high, "n": found.n, "unit": unit}
+
+
+def headline(found: dict, model_rows: pd.DataFrame, context: int, expected: Path) -> pd.DataFrame:
+    """Return one row a method: what the paper prints, what was measured here, and what is modelled at a given tau."""
+    printed = {row["item"]: row["paper"] for row in yaml.safe_load(expected.read_text())["items"]}
+    rows = []
+    for method, key in {"ar": None, **HEADLINE, "dartree": "dartree_step_over_ar_B64"}.items():
+        row = {"method": method, "paper_speedup": 1.0 if method == "ar" else printed.get(f"speedup_{method}")}
+        for name, entry in (
+            ("measured_step_over_ar", found.get(key)),
+            ("measured_tau", found.get(f"tau_{method}")),
+            ("measured_speedup", found.get(f"speedup_{method}_over_ar")),
+        ):
+            row |= {name: entry and entry["value"], f"{name}_low": entry and entry["low"]}
+            row |= {f"{name}_high": entry and entry["high"], f"{name}_n": entry and entry["n"]}
+        row["reason"] = "" if row["measured_tau"] is not None else "no cells of the graft were given"
+        mine = model_rows[(model_rows["arm"] == method) & (model_rows["context"] == context)] if len(model_rows) else []
+        if len(mine):
+            row |= {"tau_given": mine["tau_given"].iloc[0], "modelled_speedup": mine["modelled_speedup"].iloc[0]}
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -284,6 +316,8 @@ def main() -> int:
     found = summary(costs, stages, frames, options.variant, options.context)
     found |= from_cells(options.cells) if options.cells else {}
     write_json(options.out / "engine_summary.json", found)
+    table = headline(found, frames["modelled"], options.context, EXPECTED)
+    table.to_csv(options.out / "headline.csv", index=False)
     shown = {name: statistics.fmean([entry["value"]]) for name, entry in found.items()}
     print(json.dumps({"out": str(options.out), **{name: round(value, 4) for name, value in shown.items()}}))
     return 0
