@@ -26,7 +26,7 @@ def weights(tmp_path_factory):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     fault(monkeypatch)
-    return Place(tmp_path / "server", fake_python(tmp_path, VERSION), start_seconds=20)
+    return Place(tmp_path / "server", fake_python(tmp_path, VERSION), start_seconds=120)
 
 
 def serve(cell, place, tmp_path):
