@@ -291,10 +291,12 @@ def run_script(cell, place, tmp_path, prompts):
 def test_a_killed_runner_takes_its_server_along(place, tmp_path, weights, monkeypatch):
     fault(monkeypatch, start_seconds=600, spawn=True)
     runner = run_script(resolved("sglang", "ar", weights=weights), place, tmp_path, write_prompts(tmp_path))
-    wait_for(lambda: (place.folder / "server.json").exists() and len(processes_of(mark(place))) >= 3)
-    word = mark(place)
-    runner.kill()
-    runner.wait()
+    try:
+        wait_for(lambda: (place.folder / "server.json").exists() and len(processes_of(mark(place))) >= 3)
+        word = mark(place)
+    finally:
+        runner.kill()
+        runner.wait()
     # the keeper asks, waits and kills
     wait_for(lambda: not processes_of(word), seconds=120)
 
