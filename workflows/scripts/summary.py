@@ -1,6 +1,7 @@
 """summary.json: the flat numbers people quote, name -> {value, low, high, n, unit}."""
 
 import math
+import re
 from datetime import datetime
 
 import builder_tables
@@ -18,7 +19,7 @@ def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
     """Return the flat numbers people quote: name -> {value, low, high, n, unit}."""
     count = len(data.records.cells)
     seconds = {"value": busy_seconds(data.records), "n": count}
-    return {
+    entries = {
         **_headline(frames["headline"]),
         **_pairs(frames["paired"]),
         **_sets(frames["per_set"]),
@@ -34,6 +35,19 @@ def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
         "suite_seconds": _entry(seconds, "value", "s in which at least one cell ran"),
         "cells": _entry({"value": count, "n": count}, "value", "cells"),
     }
+    return entries | _by_budget(entries, data.config["budget"])
+
+
+def _by_budget(entries: dict, budget: int) -> dict:
+    """Return what papers quote again, under names that say the headline's budget."""
+    named = {}
+    for name, entry in entries.items():
+        if found := re.fullmatch(r"ratio_(accepted|tau)_(\w+)_(T[\d.]+)", name):
+            named[f"{found[1]}_ratio_{found[2]}_{found[3]}_B{budget}"] = entry
+        elif re.fullmatch(r"(tau|oracle_share)_[a-z]+_T[\d.]+", name):
+            named[f"{name}_B{budget}"] = entry
+    aliases = {"legacy_excess_T1": "excess_legacy_traversal", "crossover_fig6": "ceiling_crossover_acceptance"}
+    return named | {name: entries[other] for name, other in aliases.items() if other in entries}
 
 
 def busy_seconds(records: Records) -> float:
