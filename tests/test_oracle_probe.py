@@ -1,5 +1,6 @@
 """The oracle probe: its records are the search's own, its table and summary follow from them."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workflows/scripts"))
 import probe_tables
 import summary
 from estimate_oracle import STEPS, _rows
-from probe_records import Probe
+from probe_records import Probe, run_probe
 
 from baselines import probes
 from tfm import oracle
+from tfm.manifest import write_json
 
 
 def answers_of(entropies: dict[str, list[float]]) -> pd.DataFrame:
@@ -92,3 +94,14 @@ def test_entropy_is_of_the_laws_of_the_answers_tokens():
     (found,) = oracle.answer_entropies(answers, target, {"a": {"a/0": [1, 3]}})
     laws = (law[[3, 4, 7]] / 0.5).softmax(-1)  # 2 is the last token: what follows it was never drawn
     assert found == pytest.approx(float(-(laws * laws.log()).sum(-1).mean()))
+
+
+def test_a_probe_is_told_its_commit_where_there_is_no_checkout(tmp_path, monkeypatch):
+    def run(settings: dict, out: Path) -> dict:
+        facts = {"steps": 1, "seconds": 0.1, "environment": {"git": {"commit": None, "dirty": None}}}
+        write_json(out / "oracle.json", facts)
+        return facts
+
+    monkeypatch.setattr(sys, "argv", ["x", "--settings", "{}", "--out", str(tmp_path), "--commit", "abc"])
+    assert run_probe("oracle", "x", run, told="steps") == 0
+    assert json.loads((tmp_path / "oracle.json").read_text())["environment"]["git"]["commit"] == "abc"

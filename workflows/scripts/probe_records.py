@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from baselines.probes import FILES
-from tfm.manifest import sha256_file, write_atomic
+from tfm.manifest import sha256_file, write_atomic, write_json
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,14 @@ def run_probe(name: str, description: str, run: Callable[[dict, Path], dict], *,
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", required=True, help=f"resolved settings, JSON text (baselines.probes.{name})")
     parser.add_argument("--out", required=True, type=Path, help=f"the suite's folder {name}/")
+    parser.add_argument("--commit", help="commit of the code where this is no git checkout of it")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
         facts = run(json.loads(options.settings), options.out)
+        if options.commit:
+            facts["environment"]["git"] = {"commit": options.commit, "dirty": None}
+            write_json(options.out / Path(FILES[name][0]).name, facts)
     except ValueError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
