@@ -244,8 +244,8 @@ def test_cells_of_uncommitted_code_are_not_published(finished, tmp_path):
     write_json(cell / "cell.json", sealed(facts))
     with pytest.raises(ValueError, match="1 of 1 cells were made by uncommitted code"):
         pack([cell], tmp_path)
-    (tmp_path / "cells.json").write_text("{")
-    with pytest.raises(ValueError, match="cells.json is missing or damaged.*restore it from git"):
+    (tmp_path / "cells.json.gz").write_bytes(b"{")
+    with pytest.raises(ValueError, match="cells.json.gz is missing or damaged.*restore it from git"):
         load_published(tmp_path)
 
 

@@ -323,7 +323,7 @@ def cuda_code(wildcards):
 
 def published_files():
     """Return the files that published tables and figures are made of."""
-    names = ("plan.json", "cells.json", "samples.json", "*.parquet", "*/*.parquet")
+    names = ("plan.json", "*.json.gz", "samples.json", "*.parquet", "*/*.parquet")
     return sorted(
         str(path)
         for name in names

@@ -44,7 +44,8 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
     Raises ValueError when the weights or prompts are not those of the cell, before any model is built.
     """
     start = time.time()
-    cell = without_place(cell)
+    # where Snakemake looks for it: `out` may lie below another folder
+    place, cell = Path(cell.get("path", out)), without_place(cell)
     check_kernels()
     check_weights(cell)
     rows = read_prepared(prompts)
@@ -64,7 +65,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
             with_progress = {"writer": writer, "progress": progress, "tokenizer": tokenizer}
             share, clocks = decode_prompts(pending, cell, config, where, **with_progress)
         facts = {"source_digest": source, "prompts_sha256": prompts_sha256, "prompts": len(rows)}
-        facts |= {"resumed_requests": resumed, "rerun": rerun_command(out)}
+        facts |= {"resumed_requests": resumed, "rerun": rerun_command(place)}
         facts["device"] = device.facts(where) | {"clocks": clocks}
         # of the CPU only: with a GPU the process may sleep while kernels run
         facts["cpu_share"] = share if cell["device"] == "cpu" else None

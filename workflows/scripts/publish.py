@@ -2,12 +2,14 @@
 
 import argparse
 import contextlib
+import gzip
 import json
 import os
 import re
 import shutil
 import socket
 import sys
+import zlib
 from getpass import getuser
 from pathlib import Path
 
@@ -17,22 +19,23 @@ from probe_records import load_probes
 
 from baselines.probes import FILES as PROBE_FILES
 from tfm.cells import KINDS, Records, join_records, load_cells
-from tfm.manifest import sha256_file, write_json
+from tfm.manifest import sha256_file
 
 DESCRIPTION = """
-Reads plan.json, the cells it lists, the records beside them (ceiling/, kernels/, definitions/) and the suite's tables,
-figures, compare.csv, compare.md, summary.json and manifest.json. Writes --out anew, at most --limit bytes,
-without host, user or absolute path. Rebuild the tables from it with make_tables.py --records OUT --plan OUT/plan.json.
-Last line of stdout: one JSON object. Exit 2 on bad input.
+Reads plan.json, the cells it lists, the records beside them (ceiling/, oracle/, kernels/, definitions/) and the suite's
+tables, figures, compare.csv, compare.md, summary.json and manifest.json. Writes --out anew, at most --limit bytes,
+without host, user or absolute path; cells.json.gz and manifest.json.gz, which programs read, are compressed. Rebuild
+the tables from it with make_tables.py --records OUT --plan OUT/plan.json. Last line of stdout: one JSON object. Exit 2
+on bad input.
 """
 LIMIT = 6 * 2**20
 # not report.html: it holds all figures a second time, and make_report.py makes it again from these
-FILES = ("plan.json", "compare.csv", "compare.md", "summary.json", "manifest.json")
-TEXT = (".json", ".csv", ".md", ".tex", ".html", ".svg", ".txt")
+FILES = ("compare.csv", "compare.md", "summary.json")
+TEXT = (".json", ".gz", ".csv", ".md", ".tex", ".html", ".svg", ".txt")
 
 
 def pack(records_of: list[Path], out: Path) -> None:
-    """Write requests.parquet, steps.parquet, trees.parquet (a `cell` column numbers the cells) and cells.json."""
+    """Write requests.parquet, steps.parquet, trees.parquet (a `cell` column numbers the cells) and cells.json.gz."""
     # raises ValueError for cells of uncommitted code, which nobody else could make again
     cells = [json.loads((folder / "cell.json").read_text()) | {"path": folder.as_posix()} for folder in records_of]
     load_cells(records_of)  # checks every file
@@ -48,7 +51,21 @@ def pack(records_of: list[Path], out: Path) -> None:
         table = pa.concat_tables(numbered)
         pq.write_table(table, out / f"{kind}.parquet", compression="zstd", compression_level=19)
     files = {f"{kind}.parquet": sha256_file(out / f"{kind}.parquet") for kind in KINDS}
-    write_json(out / "cells.json", {"cells": cells, "sha256": files})
+    write_packed(out / "cells.json.gz", {"cells": cells, "sha256": files})
+
+
+def write_packed(path: Path, value) -> None:
+    """Write `value` as JSON without blanks, compressed where the name ends in .gz; the same bytes on every call."""
+    data = (json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n").encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+
+
+def read_packed(path: Path):
+    """Return what `write_packed` wrote; raises OSError or ValueError for a file that is missing or damaged."""
+    try:
+        return json.loads(gzip.decompress(path.read_bytes()))
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path.name}: {error}") from error
 
 
 def copy_probes(suite_folder: Path, out: Path) -> None:
@@ -67,15 +84,17 @@ def copy_probes(suite_folder: Path, out: Path) -> None:
 def load_published(folder: Path) -> Records:
     """Return the records of a published folder; raises ValueError naming a file that is damaged."""
     try:
-        packed = json.loads((folder / "cells.json").read_text(encoding="utf-8"))
+        packed = read_packed(folder / "cells.json.gz")
         packed = {"cells": list(packed["cells"]), "sha256": dict(packed["sha256"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{folder / 'cells.json'} is missing or damaged ({type(error).__name__}: {error}); restore it from git"
+            f"{folder / 'cells.json.gz'} is missing or damaged ({type(error).__name__}: {error}); restore it from git"
         ) from error
     for name, expected in packed["sha256"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != expected:
-            raise ValueError(f"{folder / name} is damaged: its sha256 is not that of cells.json; restore it from git")
+            raise ValueError(
+                f"{folder / name} is damaged: its sha256 is not that of cells.json.gz; restore it from git"
+            )
     return join_records(packed["cells"], {kind: pq.read_table(folder / f"{kind}.parquet") for kind in KINDS})
 
 
@@ -92,7 +111,11 @@ def check_clean(folder: Path, words: list[str]) -> None:
     """Raise ValueError naming the first text file that holds a private word or a home path."""
     pattern = re.compile("|".join([*map(re.escape, words), r"/home/\w+", r"/root/", r"/Users/\w+"]))
     for path in sorted(folder.rglob("*")):
-        if path.suffix in TEXT and (found := pattern.search(path.read_text(encoding="utf-8"))):
+        if path.suffix not in TEXT:
+            continue
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        if found := pattern.search(text):
             raise ValueError(
                 f"{path}: holds {found[0]!r}, which must not be published; remove its source and run again"
             )
@@ -107,6 +130,8 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     copy_probes(suite_folder, temporary)
     for name in FILES:
         shutil.copyfile(suite_folder / name, temporary / name)
+    write_packed(temporary / "plan.json", plan)
+    write_packed(temporary / "manifest.json.gz", json.loads((suite_folder / "manifest.json").read_text()))
     for name in ("tables", "figures"):
         # svg and pdf hold all that the png does, in a fifth of its bytes
         shutil.copytree(suite_folder / name, temporary / name, ignore=shutil.ignore_patterns("*.png"))
@@ -117,9 +142,9 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     if sum(sizes.values()) > limit:
         largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:4])
         raise ValueError(f"{out}: {sum(sizes.values())} bytes, more than the limit of {limit}; largest: {largest}")
-    for kept in out.glob("*.md") if out.exists() else ():
+    for kept in (*out.glob("*.md"), *out.glob("accuracy.csv")) if out.exists() else ():
         if not (temporary / kept.name).exists():
-            shutil.copyfile(kept, temporary / kept.name)  # notes written by hand
+            shutil.copyfile(kept, temporary / kept.name)  # notes written by hand, answers graded apart
     shutil.rmtree(out, ignore_errors=True)
     temporary.rename(out)
     return {"published": str(out), "bytes": sum(sizes.values()), "files": len(sizes)}

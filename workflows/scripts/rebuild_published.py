@@ -16,7 +16,7 @@ from make_paper import write_paper
 from make_report import page
 from make_tables import read_plan, write_tables
 from probe_records import load_probes
-from publish import load_published
+from publish import load_published, read_packed
 from tree_steps import packed, traced_cells, trees_of
 
 from tfm.manifest import write_atomic, write_json
@@ -41,7 +41,7 @@ def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = Tr
     write_paper(out / "tables", plan["config"], out / "paper")
     if figures:
         draw(out / "tables", out / "figures", plan["config"]["figures"])
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_packed(folder / "manifest.json.gz")
         trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"], read=packed(records))
         write_atomic(out / "report.html", page(out, plan, manifest, trees).encode())
 
