@@ -133,8 +133,8 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     write_packed(temporary / "plan.json", plan)
     write_packed(temporary / "manifest.json.gz", json.loads((suite_folder / "manifest.json").read_text()))
     for name in ("tables", "figures"):
-        # svg and pdf hold all that the png does, in a fifth of its bytes
-        shutil.copytree(suite_folder / name, temporary / name, ignore=shutil.ignore_patterns("*.png"))
+        # the svg holds all that png and pdf do; rule rebuild_published makes those again
+        shutil.copytree(suite_folder / name, temporary / name, ignore=shutil.ignore_patterns("*.png", "*.pdf"))
     check_clean(temporary, private_words(Path.cwd()))
     sizes = {
         path.relative_to(temporary).as_posix(): path.stat().st_size for path in temporary.rglob("*") if path.is_file()
