@@ -138,7 +138,10 @@ def test_a_gpu_run_stands_before_a_cpu_run_and_both_are_shown():
         and "not the paper's B200" in kernel["reason"]
     )
     assert [other["run"] for other in kernel["also"]] == ["nano"]
-    assert kernel["ours"] == pytest.approx(13.93, abs=0.01) and kernel["low"] < kernel["ours"] < kernel["high"]
+    published = json.loads((PUBLISHED / "kernels-h200/summary.json").read_text())["recurrent_over_fused_T64"]
+    # the same samples resampled by another seed
+    assert kernel["ours"] == pytest.approx(published["value"], rel=1e-3)
+    assert kernel["low"] < kernel["ours"] < kernel["high"]
     assert rows["gdn_error_float32"]["status"] == "pass"
 
 
