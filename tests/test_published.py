@@ -19,7 +19,7 @@ from make_paper import write_paper
 from make_tables import read_plan
 from probe_records import load_probes
 from publish import load_published
-from rebuild_published import differences, main, rebuild_kernels
+from rebuild_published import ENGINE_RUN, differences, main, rebuild_kernels
 
 PUBLISHED = ROOT / "results/published"
 EXPECTED = yaml.safe_load((ROOT / "workflows/config/expected.yaml").read_text())
@@ -64,6 +64,12 @@ def test_one_changed_digit_of_a_published_table_is_found_and_named(tmp_path):
     assert (
         found["nano/tables/headline.csv"].startswith("line ") and "no table of today" in found["nano/tables/gone.csv"]
     )
+
+
+def test_every_published_table_lies_where_it_is_made_again():
+    for folder in {path.relative_to(PUBLISHED).parts[0] for path in PUBLISHED.glob("*/**/*.csv")}:
+        marks = ("plan.json", "samples.json", ENGINE_RUN)
+        assert any((PUBLISHED / folder / name).is_file() for name in marks), folder
 
 
 def test_damaged_records_stop_the_rebuild(tmp_path, capsys):

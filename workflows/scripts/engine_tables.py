@@ -301,23 +301,29 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def write_tables(report: dict, out: Path, *, variant: str, context: int, taus: dict[str, float], cells=()) -> dict:
+    """Write all tables and engine_summary.json of one report to `out`; return the summary."""
+    costs = step_costs(report)
+    stages = latency(report, costs)
+    frames = {"step_costs": costs, "latency": stages, "energy": energy(report), "memory": memory(report)}
+    frames |= cost_tables(costs, variant, taus, report["device"]["name"])
+    out.mkdir(parents=True, exist_ok=True)
+    for name, frame in frames.items():
+        frame.to_csv(out / f"{name}.csv", index=False)
+    found = summary(costs, stages, frames, variant, context)
+    found |= from_cells(cells) if cells else {}
+    write_json(out / "engine_summary.json", found)
+    headline(found, frames["modelled"], context, EXPECTED).to_csv(out / "headline.csv", index=False)
+    return found
+
+
 def main() -> int:
     options = parse()
     report = read(options.steps)
     report = report[options.key] if options.key else report
     taus = {name: float(number) for name, number in (word.split("=") for word in options.tau)}
-    costs = step_costs(report)
-    stages = latency(report, costs)
-    frames = {"step_costs": costs, "latency": stages, "energy": energy(report), "memory": memory(report)}
-    frames |= cost_tables(costs, options.variant, taus, report["device"]["name"])
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, frame in frames.items():
-        frame.to_csv(options.out / f"{name}.csv", index=False)
-    found = summary(costs, stages, frames, options.variant, options.context)
-    found |= from_cells(options.cells) if options.cells else {}
-    write_json(options.out / "engine_summary.json", found)
-    table = headline(found, frames["modelled"], options.context, EXPECTED)
-    table.to_csv(options.out / "headline.csv", index=False)
+    settings = {"variant": options.variant, "context": options.context, "taus": taus, "cells": options.cells}
+    found = write_tables(report, options.out, **settings)
     shown = {name: statistics.fmean([entry["value"]]) for name, entry in found.items()}
     print(json.dumps({"out": str(options.out), **{name: round(value, 4) for name, value in shown.items()}}))
     return 0

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import engine_tables
 import kernel_figure
 import yaml
 from compare_paper import compare, devices_of, write_comparison
@@ -22,12 +23,14 @@ from tree_steps import packed, traced_cells, trees_of
 from tfm.manifest import write_atomic, write_json
 
 DESCRIPTION = """
-Reads the folders of --published: plan.json with the records, checked by their SHA-256, or a kernel run's samples.json.
-Writes to --out a folder for each with its tables (csv, md, tex), figures (pdf, svg, png), compare.csv, summary.json
-and report.html, and the inventory over all of them, then compares every csv file byte by byte with the published one.
-Needs no GPU and no weights. Last line of stdout: one JSON object. Exit 1 when a published csv file is not what its
-records give, naming it and where it differs; 2 on bad input.
+Reads the folders of --published: plan.json with the records, checked by their SHA-256, a kernel run's samples.json, or
+an engine run's tables.json, which names its timed steps. Writes to --out a folder for each with its tables (csv, md,
+tex), figures (pdf, svg, png), compare.csv, summary.json and report.html, and the inventory over all of them, then
+compares every csv file byte by byte with the published one. Needs no GPU and no weights. Last line of stdout: one JSON
+object. Exit 1 when a published csv file is not what its records give, naming it and where it differs; 2 on bad input.
 """
+
+ENGINE_RUN = "tables.json"
 
 
 def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = True) -> None:
@@ -57,6 +60,14 @@ def rebuild_kernels(folder: Path, out: Path, *, figures: bool = True) -> None:
     write_atomic(out / "kernels.csv", table.to_csv(index=False, lineterminator="\n").encode())
 
 
+def rebuild_engine(folder: Path, out: Path) -> None:
+    """Write the tables of one run of the static engine's steps again, as its tables.json says they were made."""
+    asked = json.loads((folder / ENGINE_RUN).read_text(encoding="utf-8"))
+    report = engine_tables.read(folder / asked["steps"])
+    settings = {name: asked[name] for name in ("variant", "context", "taus")}
+    engine_tables.write_tables(report[asked["key"]] if asked["key"] else report, out / "tables", **settings)
+
+
 def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True) -> dict[str, float]:
     """Make everything again; return the seconds that each published folder took."""
     seconds = {}
@@ -66,6 +77,8 @@ def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True)
             rebuild_suite(folder, expected, out / folder.name, figures=figures)
         elif is_kernel_run(folder):
             rebuild_kernels(folder, out / folder.name, figures=figures)
+        elif (folder / ENGINE_RUN).is_file():
+            rebuild_engine(folder, out / folder.name)
         else:
             continue
         seconds[folder.name] = round(time.monotonic() - started, 1)
