@@ -40,7 +40,7 @@ def plan(tmp_path_factory):
 
 
 def options(out, **more):
-    given = {"list": out / "plan.json", "out": out, "commit": "test", "part": "0/1", "seconds": None}
+    given = {"list": out / "plan.json", "out": out, "commit": "test", "part": None, "seconds": None}
     return argparse.Namespace(**{**given, **more})
 
 

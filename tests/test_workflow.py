@@ -314,6 +314,8 @@ def test_run_cells_needs_no_snakemake_and_gives_the_same_records(finished, tmp_p
         json.loads((root / cell["path"] / "cell.json").read_text()) for root in (tmp_path / "out", finished)
     )
     assert facts["cell_digest"] == original["cell_digest"] and facts["environment"]["git"]["commit"] == "abc"
+    # the command is for a checkout, not for the folder that stood in for one
+    assert facts["rerun"] == f"snakemake --cores all --force {cell['path']}/requests.parquet" == original["rerun"]
 
 
 def test_resume_unlocks_and_goes_on(finished, tmp_path):

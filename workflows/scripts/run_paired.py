@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from run_cells import is_done, prompts_file, read_cells, register_kernels
+from run_cells import is_done, part_of, prompts_file, read_cells, register_kernels
 
 register_kernels()
 
@@ -40,7 +40,7 @@ Reads resolved cells (a plan.json, or JSON lines) and the prompt files under --o
 under --out at the path the cell names: the files that decode_cell.py writes, skipping cells that are there, whole and
 of this code. Cells of one set, setting, seed and clock stand side by side: every prompt is decoded by each of them in
 turn, the order reversed at every second prompt, so that a drift of the machine reaches all alike. The models are loaded
-once for all cells that share them. On a machine with two cards, start one process a card with --part 0/2 and 1/2.
+once for all cells that share them. On a machine with two cards, start one process a card with --part 1/2 and 2/2.
 Last line of stdout: one JSON object. Exit 1 if a cell failed.
 """
 PARTS = ("drafter", "weaver")
@@ -162,7 +162,8 @@ def run_group(group: list[dict], shared: Shared, options, where: torch.device) -
 
 def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Runner:
     start, file, folder = time.time(), prompts_file(cell, options.out), options.out / cell["path"]
-    cell = without_place(cell)
+    # where Snakemake looks for it: `folder` may lie below another one
+    place, cell = Path(cell["path"]), without_place(cell)
     check_weights(cell)
     rows = read_prepared(file)
     prompts = [Prompt(row.id, row.index, row.tokens) for row in rows]
@@ -178,16 +179,15 @@ def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Ru
         "prompts_sha256": manifest.sha256_file(file),
         "prompts": len(rows),
         "resumed_requests": len(writer.done),
-        "rerun": rerun_command(folder),
+        "rerun": rerun_command(place),
     }
     return Runner(cell, writer, config, prompts, run, facts, start, CardSpan(where))
 
 
 def run(options: argparse.Namespace) -> dict:
     """Run the groups in the order of the list; a failed one is reported and the next one starts."""
-    part, parts = map(int, options.part.split("/"))
     cells = read_cells(options.list)
-    groups = [group for number, group in enumerate(groups_of(cells)) if number % parts == part]
+    groups = part_of(groups_of(cells), options.part)
     device.make_deterministic(threads=cells[0]["threads"])
     deadline = time.time() + options.seconds if options.seconds else float("inf")
     files = {prompts_file(cell, options.out) for cell in cells}
@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--list", required=True, type=Path, help="plan.json or JSON lines of resolved cells")
     parser.add_argument("--out", required=True, type=Path, help="folder that stands for the repository's root")
     parser.add_argument("--commit", required=True, help="commit of the code, recorded in every cell")
-    parser.add_argument("--part", default="0/1", help="this part of so many, by groups (default: 0/1)")
+    parser.add_argument("--part", help="I/N: only the I-th of N parts of the groups, for N calls side by side")
     parser.add_argument("--seconds", type=float, help="start no further group after this long")
     parser.add_argument("--log", type=Path, help="file for the log (default: stderr)")
     options = parser.parse_args()

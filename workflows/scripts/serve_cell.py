@@ -35,7 +35,8 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, session: serving.Session, 
 
     Raises ValueError when the weights or prompts are not those of the cell, before a server starts.
     """
-    start, cell = time.time(), without_place(cell)
+    # where Snakemake looks for it: `out` may lie below another folder
+    start, place, cell = time.time(), Path(cell.get("path", out)), without_place(cell)
     check_weights(cell)
     rows, digest = read_prepared(prompts), digest_of(cell, prompts)
     tokenizer = load_tokenizer(cell["weights"]["target"])
@@ -52,7 +53,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, session: serving.Session, 
         progress.close()
         facts = {"source_digest": source_of(cell), "prompts_sha256": manifest.sha256_file(prompts)}
         facts |= {"prompts": len(rows), "resumed_requests": resumed, **found}
-        facts |= serving.facts_of(cell, config, out, start=start, commit=commit)
+        facts |= serving.facts_of(cell, config, place, start=start, commit=commit)
         return writer.finish([row.id for row in rows], facts)
 
 

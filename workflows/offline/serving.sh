@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# serving.sh stock | smoke | steps | cells: SGLang's own arms and the plugin's, from a folder of unpacked packages
+# (RUN/sglang, beside the machine's torch). ARMS chooses arms of steps. The servers end with the script.
+. workflows/offline/common.sh
+export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} HF_HUB_OFFLINE=1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
+export TVM_FFI_CACHE_DIR=$RUN/cache/tvm-ffi TRITON_CACHE_DIR=$RUN/cache/triton FLASHINFER_WORKSPACE_BASE=$RUN/cache
+# the engine's Python sees its packages, the runner's does not
+printf '#!/bin/sh\nPYTHONPATH=$PYTHONPATH:%s exec python3 "$@"\n' "$RUN/sglang" > "$RUN/python"; chmod +x "$RUN/python"
+server="--server-python $RUN/python --server-folder $RUN/servers --server-seconds 400"
+bench() { python3 workflows/scripts/bench_serving.py "$@" $server; }
+case $1 in
+  stock) bench --arms ar dflash --attention fa3 --prompts 512 --out "$OUT/stock.json" ;;
+  smoke) bench --arms ddtree tfm ddtree-recurrent dartree --layers 8 --repeats 1 --new-tokens 64 --prompts 64 --out "$OUT/smoke.json" ;;
+  steps) bench --arms ${ARMS:-ar dflash ddtree tfm ddtree-recurrent} --prompts 512 2048 --out "$OUT/steps.json" ;;
+  cells)
+    python3 workflows/scripts/serve_cell.py --list "$RUN/results/engines/plan.json" --out "$RUN" --commit "$COMMIT" \
+      --log "$RUN/log/serve.log" $server | tail -n 1
+    tar -C "$RUN" -czf "$OUT/engines.tar.gz" results/engines ;;
+  *) echo "serving.sh: $1 is not allowed (allowed: stock, smoke, steps, cells)" >&2; exit 2 ;;
+esac
+for log in "$RUN"/servers/*/server.log; do [ -e "$log" ] && cp "$log" "$OUT/server-$(basename "$(dirname "$log")").log"; done
+true
