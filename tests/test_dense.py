@@ -59,6 +59,7 @@ SETTINGS = {
     "heap": {"budget": 24, "candidates": 16, "depth_bonus": -0.2},
     "dartree": {"budget": 24, "candidates": 16, "depth_bonus": -0.2},
     "tfm": {"budget": 24, "candidates": 16},
+    "adaptive": {"budget": 24, "candidates": 16},
 }
 
 
@@ -135,7 +136,8 @@ def test_every_method_emits_ars_tokens_and_greedy_ones_equal_transformers_genera
         outputs = {}
         for method, knobs in SETTINGS.items():
             knobs = knobs | ({"head": head} if "head" in METHODS[method].options else {})
-            config = DecodeConfig(method=method, temperature=temperature, max_new_tokens=14, requests=requests, **knobs)
+            abreast = 1 if method == "adaptive" else requests  # each step of it has a budget of its own
+            config = DecodeConfig(method=method, temperature=temperature, max_new_tokens=14, requests=abreast, **knobs)
             done = []
             decode(prompts, models, config, proposer=resolve(method)(config, models), on_finish=done.append)
             outputs[method] = {trace.id: trace.output_tokens for trace in done}

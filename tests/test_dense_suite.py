@@ -166,7 +166,8 @@ def test_the_dense_suite_has_the_sweeps_of_dartrees_tables():
     assert {one["depth_bonus"] for one in decode} == {0, -0.05, -0.1, -0.2, -0.5}
     assert {one["head"] for one in decode} == set(HEADS)
     timed = {cell["decode"]["method"] for cell in cells if cell["clock"] == "wall"}
-    assert timed == set(METHODS) - {"heap"} and "Q4_1" in config_of("dense")["caption"]
+    # the heap is timed by the bench of builders; adaptive's costs are those of the 27B's step
+    assert timed == set(METHODS) - {"heap", "adaptive"} and "Q4_1" in config_of("dense")["caption"]
 
 
 def test_real_sets_are_dartrees_but_alpaca(tmp_path):

@@ -82,7 +82,7 @@ def test_what_is_done_is_not_decoded_again_and_parts_share_the_groups(plan):
     assert [len(group) for group in groups] == [2, 1, 1]
     for cell in cells:
         (out / cell["path"] / "cell.json").unlink()
-    counts = [run_paired.run(options(out, part=f"{part}/2")) for part in (0, 1)]
+    counts = [run_paired.run(options(out, part=f"{part}/2")) for part in (1, 2)]
     assert [found["groups"] for found in counts] == [2, 1]
     assert sum(found["prompts"] for found in counts) == 12
     assert all(is_whole(out / cell["path"]) for cell in cells)
