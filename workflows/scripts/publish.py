@@ -49,7 +49,16 @@ def pack(records_of: list[Path], out: Path) -> None:
         parts = [pq.read_table(folder / f"{kind}.parquet") for folder in records_of]
         numbered = [part.append_column("cell", pa.array([i] * len(part), pa.int32())) for i, part in enumerate(parts)]
         table = pa.concat_tables(numbered)
-        pq.write_table(table, out / f"{kind}.parquet", compression="zstd", compression_level=19)
+        floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
+        # the bytes of like weight together: a quarter smaller, the same numbers
+        pq.write_table(
+            table,
+            out / f"{kind}.parquet",
+            compression="zstd",
+            compression_level=22,
+            use_dictionary=[name for name in table.column_names if name not in floats],
+            use_byte_stream_split=floats,
+        )
     files = {f"{kind}.parquet": sha256_file(out / f"{kind}.parquet") for kind in KINDS}
     write_packed(out / "cells.json.gz", {"cells": cells, "sha256": files})
 
