@@ -2,13 +2,16 @@
 
 A kernel launched with `options` calls `follow` before it reads or writes anything that another kernel writes or reads;
 before that it may only touch what no kernel writes, such as weights. Every such kernel waits, so one that is done tells
-that all before it are. Elsewhere, and in the interpreter, `follow` is nothing and the launch a plain one.
+that all before it are. Elsewhere, in the interpreter, and where `launches` says so, `follow` is nothing and
+launches are plain.
 """
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tfm_kernels import launches
 
 FIRST_CAPABILITY = 9
 
@@ -33,6 +36,7 @@ def prefetch(pointers, PDL: tl.constexpr):
 
 def options(device: torch.device) -> dict:
     """Return the keyword arguments of a launch on `device`; the kernel takes PDL as a constant."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < FIRST_CAPABILITY:
+    is_early = launches.chosen() == "early" and device.type == "cuda"
+    if not is_early or torch.cuda.get_device_capability(device)[0] < FIRST_CAPABILITY:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

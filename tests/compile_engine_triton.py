@@ -5,6 +5,7 @@ Run by test_engine_triton.py in a process of its own: the interpreter's setting 
 
 import argparse
 import json
+import re
 import sys
 
 import triton
@@ -58,10 +59,15 @@ BF16 = [
 BF16 += ["weight_p", "bias_p", "query_weight_p", "key_weight_p", "positions_p", "row_p", "mixed_p"]
 SIZES = ("IN", "OUT", "WIDTH", "VOCAB", "INNER", "x_stride", "update_stride", "row_stride", "memory_stride")
 FLOATS = ("eps", "offset", "scale", "temperature")
+# what touches global memory, and what an early launch must do before any of it
+TOUCHES, WAIT = re.compile(r"\b(?:ld|st|atom|red)\.\S*global\S*|\bcp\.async\S*"), "griddepcontrol.wait"
 
 
 def compile_kernel(kernel, constants: dict, kinds: dict, *, warps: int, stages: int, capability: int) -> int:
-    """Return the shared memory of a kernel compiled with `constants`; other pointers are float32, numbers int32."""
+    """Return the shared memory of a kernel compiled with `constants`; other pointers are float32, numbers int32.
+
+    Raises ValueError for a kernel that touches memory before it waits for the previous grid, or never waits.
+    """
     signature, attributes = {}, {}
     constants = constants | {name: True for name in ("PDL",) if name in kernel.arg_names}
     for i, name in enumerate(kernel.arg_names):
@@ -75,7 +81,11 @@ def compile_kernel(kernel, constants: dict, kinds: dict, *, warps: int, stages: 
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = {"num_warps": warps, "num_stages": stages}
     source = ASTSource(kernel, signature, places, attributes)
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    before, wait, _ = compiled.asm["ptx"].partition(WAIT)
+    if "PDL" in constants and (not wait or TOUCHES.search(before)):
+        raise ValueError(f"{kernel.__name__}: {TOUCHES.findall(before)} stand before {WAIT}")
+    return compiled.metadata.shared
 
 
 def cases():

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tfm.manifest import cpu_name
+from tfm_kernels import launches
 
 # not $TMPDIR, which differs between users and batch jobs: a card has one lock on a machine
 LOCKS = Path("/tmp")
@@ -60,6 +61,7 @@ def facts(device: torch.device) -> dict:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
+        "launches": launches.chosen(),
         "torch_threads": torch.get_num_threads(),
     }
 

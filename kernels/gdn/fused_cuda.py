@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tfm_kernels import launches
+
 NAME = "fused_cuda"
 SOURCES = Path(__file__).parent / "csrc"
 ARCHITECTURES = {(8, 0): "80", (9, 0): "90a", (10, 0): "100", (12, 0): "120"}
@@ -128,10 +130,14 @@ def library(arch: str, group: int, precision: str, overlap: bool) -> ctypes.CDLL
     return loaded
 
 
-def library_of(device: torch.device, group: int, precision: str, overlap: bool = True) -> ctypes.CDLL:
-    """Return the shared object for `device`; raise ValueError for a precision that does not exist."""
+def library_of(device: torch.device, group: int, precision: str, overlap: bool | None = None) -> ctypes.CDLL:
+    """Return the shared object for `device`; raise ValueError for a precision that does not exist.
+
+    `overlap` None is what `launches` says of this process.
+    """
     if precision not in PRECISIONS:
         raise ValueError(f"precision: {precision!r} is not allowed (allowed: {', '.join(PRECISIONS)})")
+    overlap = launches.chosen() != "plain" if overlap is None else overlap
     return library(architecture(device), group, precision, overlap)
 
 
@@ -154,7 +160,7 @@ def tree_verify_into(
     path_log_decay: Tensor,  # [R, T, HV] float64, written
     *,
     precision: str = DEFAULT_PRECISION,
-    overlap: bool = True,
+    overlap: bool | None = None,
 ) -> None:
     """Launch on the current stream; allocates nothing, so it can be captured in a CUDA graph.
 

@@ -39,7 +39,7 @@ class Variant:
     forms: str
     gdn_backend: str
     clock: str = "off"
-    launches: str = "early"  # of Triton's kernels; plain: none comes up before the previous one is done
+    launches: str = "early"  # plain: none of Triton's kernels comes up before the previous one is done
     prefill: str = "torch"  # or chunks
 
     @staticmethod

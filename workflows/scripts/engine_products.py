@@ -16,6 +16,7 @@ TREE_ROWS, CHAIN_ROWS = 65, 16
 OTHER_ROWS = (17, 33, 129)  # of the sweep of budgets: searched when the rest is done
 COLD_BYTES = 160 * 2**20  # weights in turn: three times the L2 cache
 BLOCK_SHARED = 220 * 1024  # bytes of shared memory that the stages of a tile may take
+ENDED = "search ended by --seconds"
 
 
 def product_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, int], tuple[int, ...]]]:
@@ -40,8 +41,8 @@ def product_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, int], tuple[int, 
 
 
 def run_products(where: torch.device, options, sizes: Sizes) -> list[dict]:
-    """Return one row a shape and row count; writes the choices of those where our form wins to --out."""
-    deadline, rows, choices = time.monotonic() + options.seconds, [], {}
+    """Return one row a shape and row count; writes choices to --out, as before where a search did not end."""
+    deadline, rows, choices = time.monotonic() + options.seconds, [], dict(linear_triton.measured_choices())
     cold = COLD_BYTES if where.type == "cuda" else 0
     for name, (out_rows, inner), counts in _passes(sizes):
         count = max(2, -(-cold // (2 * out_rows * inner)))
@@ -55,8 +56,11 @@ def run_products(where: torch.device, options, sizes: Sizes) -> list[dict]:
             rows.append({"name": name, "tokens": tokens, "out": out_rows, "in": inner, **row})
             shown = {key: round(row[key], 1) for key in ("torch_us", "ours_us") if row[key] is not None}
             print(name, tokens, shown, row["choice"], f"tried {len(row['tried'])}", flush=True)
-            if row["ours_us"] is not None and row["ours_us"] < row["torch_us"]:
-                choices[linear_triton.key_of(tokens, out_rows, inner)] = Choice(**row["choice"])
+            key, is_whole = linear_triton.key_of(tokens, out_rows, inner), ENDED not in row["errors"]
+            if row["ours_us"] is not None and row["ours_us"] < row["torch_us"] and (is_whole or key not in choices):
+                choices[key] = Choice(**row["choice"])
+            elif is_whole:
+                choices.pop(key, None)
         facts = {"device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"}
         linear_triton.write_choices(options.out / "linear_choices.json", choices, facts)
     return rows
@@ -74,7 +78,7 @@ def _measure(x: torch.Tensor, weights: list[torch.Tensor], deadline: float) -> d
     tried, errors = [], []
     for choice in candidates(x.shape[0], *weights[0].shape):
         if time.monotonic() > deadline:
-            errors.append("search ended by --seconds")
+            errors.append(ENDED)
             break
         try:
             error = (linear_triton.multiply(x, weights[0], choice).float() - expected).abs().max().item()
@@ -155,7 +159,7 @@ def run_attention(where: torch.device, options, sizes: Sizes) -> list[dict]:
     deadline, rows = time.monotonic() + options.seconds, []
     for context, (name, heads, kv, dim, nodes, window) in itertools.product(options.contexts, attention_cases(sizes)):
         if time.monotonic() > deadline:
-            print("search ended by --seconds", flush=True)
+            print(ENDED, flush=True)
             break
         row = {"name": name, "nodes": nodes, "context": context, "tilings": {}}
         ours, plain, keys = _attention_calls(where, heads, kv, dim, nodes, context, window)
