@@ -14,6 +14,7 @@ if shutil.which("nvcc") is None and not Path("/usr/local/cuda/bin/nvcc").is_file
     sys.exit()
 started = time.monotonic()
 with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-    built = list(pool.map(lambda arch: fused_cuda.build(arch, cache=Path(folder)), fused_cuda.ARCHITECTURES.values()))
+    kinds = [(arch, deferred) for arch in fused_cuda.ARCHITECTURES.values() for deferred in (False, True)]
+    built = list(pool.map(lambda kind: fused_cuda.build(kind[0], deferred=kind[1], cache=Path(folder)), kinds))
 names = ", ".join(f"sm_{arch}" for arch in fused_cuda.ARCHITECTURES.values())
 print(f"CUDA kernels compiled for {names}: {len(built)} objects in {time.monotonic() - started:.0f} s")

@@ -30,19 +30,21 @@ GROUPS = (1, 2, 3, 4)  # value heads of a key head
 
 
 def build(
-    arch: str, *, group: int = 3, precision: str = DEFAULT_PRECISION, overlap: bool = True, cache: Path | None = None
-) -> Path:
+    arch: str, *, group: int = 3, precision: str = DEFAULT_PRECISION, overlap: bool = True, deferred: bool = False,
+    cache: Path | None = None,
+) -> Path:  # fmt: skip
     """Return the shared object for `arch` ("80", "90a", "100", "120"), compiled unless the cache holds it.
 
-    `overlap` lets a launch come up while the previous grid ends (sm_90 and later). The cache (default
-    ~/.cache/tfm-kernels) is keyed by sources, flags and architecture. Raises ValueError without nvcc, RuntimeError with
-    its output where it fails.
+    `overlap` lets a launch come up while the previous grid ends (sm_90 and later), `deferred` adds the commit of a
+    pending path to verify and mixer (deferred_cuda.py). The cache (default ~/.cache/tfm-kernels) is keyed by sources,
+    flags and architecture. Raises ValueError without nvcc, RuntimeError with its output where it fails.
     """
     flags = ["-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-shared", "-Xcompiler", "-fPIC"]
     flags += [
         f"-DTFM_GROUP={group}",
         f"-DTFM_TERMS={PRECISIONS[precision]}",
         f"-DTFM_OVERLAP={int(overlap and arch != '80')}",
+        f"-DTFM_DEFERRED={int(deferred)}",
     ]
     digest = hashlib.sha256("\0".join(flags).encode())
     for path in sorted(SOURCES.iterdir()):
@@ -117,20 +119,25 @@ def prepare_tree(parents: Tensor, ancestors: Tensor) -> Tensor:
 
 
 @functools.cache
-def library(arch: str, group: int, precision: str, overlap: bool) -> ctypes.CDLL:
+def library(arch: str, group: int, precision: str, overlap: bool, deferred: bool = False) -> ctypes.CDLL:
     """Return the loaded shared object with its signatures declared; built on first use."""
-    loaded = ctypes.CDLL(str(build(arch, group=group, precision=precision, overlap=overlap)))
+    built = build(arch, group=group, precision=precision, overlap=overlap, deferred=deferred)
+    loaded = ctypes.CDLL(str(built))
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    loaded.tfm_tree_verify.argtypes = [pointer] * 10 + [number] * 4 + [pointer]
+    loaded.tfm_tree_verify.argtypes = [pointer] * 10 + [number] * 4 + [pointer] * 4 + [number] * 2 + [pointer]
     loaded.tfm_commit.argtypes = [pointer, number, pointer] + [number] * 7 + [pointer]
     stride = ctypes.c_int64
-    loaded.tfm_prepare.argtypes = [pointer] * 13 + [number] * 4 + [stride] * 3 + [pointer]
-    loaded.tfm_gated_norm.argtypes = [pointer] * 4 + [ctypes.c_float, ctypes.c_int64, number, stride, pointer]
+    pending_window = [pointer] * 2 + [number] * 2 + [stride]
+    loaded.tfm_prepare.argtypes = [pointer] * 13 + [number] * 4 + [stride] * 3 + [*pending_window, pointer]
+    norm = [pointer] * 4 + [ctypes.c_float, ctypes.c_int64, number, stride] + [pointer, number, number]
+    loaded.tfm_gated_norm.argtypes = [*norm, *pending_window, pointer]
     loaded.tfm_error_string.restype = ctypes.c_char_p
     return loaded
 
 
-def library_of(device: torch.device, group: int, precision: str, overlap: bool | None = None) -> ctypes.CDLL:
+def library_of(
+    device: torch.device, group: int, precision: str, overlap: bool | None = None, deferred: bool = False
+) -> ctypes.CDLL:
     """Return the shared object for `device`; raise ValueError for a precision that does not exist.
 
     `overlap` None is what `launches` says of this process.
@@ -138,7 +145,7 @@ def library_of(device: torch.device, group: int, precision: str, overlap: bool |
     if precision not in PRECISIONS:
         raise ValueError(f"precision: {precision!r} is not allowed (allowed: {', '.join(PRECISIONS)})")
     overlap = launches.chosen() != "plain" if overlap is None else overlap
-    return library(architecture(device), group, precision, overlap)
+    return library(architecture(device), group, precision, overlap, deferred)
 
 
 def raise_for(lib: ctypes.CDLL, code: int, op: str) -> None:
@@ -167,14 +174,24 @@ def tree_verify_into(
     The tree is device data: `parents` may change between replays. Raises ValueError for inputs the kernel does not
     take; parents[i] < i is the caller's promise (a parent that is not counts as -1).
     """
-    _check(q, k, v, log_decay, beta, parents, state, out, u, path_log_decay)
-    requests, rows, heads, _ = k.shape
-    lib = library_of(state.device, v.shape[2] // heads, precision, overlap)
+    tensors = (q, k, v, log_decay, beta, parents, state, out, u, path_log_decay)
+    check_verify(*tensors)
+    launch_verify(library_of(state.device, v.shape[2] // k.shape[2], precision, overlap), tensors)
+
+
+# nothing is pending: no path, keys, writes and decays, no length and rows
+NO_PENDING = (None, None, None, None, 0, 0)
+
+
+def launch_verify(lib: ctypes.CDLL, tensors: tuple[Tensor, ...], pending: tuple = NO_PENDING) -> None:
+    """Launch on the current stream; `tensors` are `tree_verify_into`'s, checked by `check_verify`."""
+    (requests, rows, heads, _), state, out = tensors[1].shape, tensors[6], tensors[7]
     _check_rows(rows, lib.tfm_verify_shared_bytes(rows), state.device)
     with torch.cuda.device(state.device):
         stream = torch.cuda.current_stream(state.device).cuda_stream
-        pointers = [x.data_ptr() for x in (q, k, v, log_decay, beta, parents, state, out, u, path_log_decay)]
-        code = lib.tfm_tree_verify(*pointers, requests, rows, heads, int(out.dtype == torch.bfloat16), stream)
+        pointers = [x.data_ptr() for x in tensors]
+        sizes = (requests, rows, heads, int(out.dtype == torch.bfloat16))
+        code = lib.tfm_tree_verify(*pointers, *sizes, *pending, stream)
     raise_for(lib, code, "tree_verify")
 
 
@@ -198,7 +215,8 @@ def _empty_outputs(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out, torch.empty_like(out), torch.empty(v.shape[:3], dtype=torch.float64, device=v.device)
 
 
-def _check(q, k, v, log_decay, beta, parents, state, out, u, path_log_decay) -> None:
+def check_verify(q, k, v, log_decay, beta, parents, state, out, u, path_log_decay) -> None:
+    """Raise ValueError for tensors that `tree_verify_into` does not take."""
     requests, rows, heads, _ = k.shape
     value_heads = v.shape[2]
     if value_heads % heads or value_heads // heads not in GROUPS:

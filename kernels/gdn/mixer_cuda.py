@@ -4,6 +4,7 @@
 accepted path permanent in all layers with one. Kernels and formulas: csrc/mixer.cu, csrc/commit.cu.
 """
 
+import ctypes
 from dataclasses import dataclass, fields
 
 import torch
@@ -86,25 +87,54 @@ def mixer_into(
     inputs: MixerInputs, weights: MixerWeights, buffers: MixerBuffers, *, precision: str = DEFAULT_PRECISION
 ) -> None:
     """Convolve over ancestors, split, normalise, verify and norm, on the current stream; allocates nothing."""
-    requests, rows, heads, _ = buffers.k.shape
-    value_heads = buffers.v.shape[2]
-    _check_mixer(inputs, weights, buffers)
-    lib = library_of(inputs.state.device, value_heads // heads, precision)
+    lib = library_of(inputs.state.device, buffers.v.shape[2] // buffers.k.shape[2], precision)
+    launch_mixer(lib, inputs, weights, buffers)
+
+
+# nothing is pending: no path and inputs, no length, rows and distance of rows
+NO_PENDING_WINDOW = (None, None, 0, 0, 0)
+
+
+def launch_mixer(
+    lib: ctypes.CDLL,
+    inputs: MixerInputs,
+    weights: MixerWeights,
+    buffers: MixerBuffers,
+    pending: tuple = fused_cuda.NO_PENDING,
+    pending_window: tuple = NO_PENDING_WINDOW,
+) -> None:
+    """Check the tensors and launch the three kernels of `mixer_into` from `lib`."""
     b = buffers
-    before = (inputs.mixed, inputs.window, weights.conv, inputs.decay, inputs.write, weights.a_log, weights.dt_bias)
-    written = (inputs.parents, b.q, b.k, b.v, b.log_decay, b.beta)
+    verify = (b.q, b.k, b.v, b.log_decay, b.beta, inputs.parents, inputs.state, b.out, b.u, b.path_log_decay)
+    _check_mixer(inputs, weights, buffers)
+    fused_cuda.check_verify(*verify)
     with torch.cuda.device(inputs.state.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        pointers = [x.data_ptr() for x in before + written]
-        strides = [row_distance(x) for x in (inputs.mixed, inputs.decay, inputs.write)]
-        raise_for(lib, lib.tfm_prepare(*pointers, requests, rows, heads, value_heads, *strides, stream), "prepare")
-        fused_cuda.tree_verify_into(
-            b.q, b.k, b.v, b.log_decay, b.beta, inputs.parents, inputs.state, b.out, b.u, b.path_log_decay,
-            precision=precision,
-        )  # fmt: skip
-        pointers = [x.data_ptr() for x in (b.out, inputs.gate, weights.norm, b.normed)]
-        sizes = (requests * rows * value_heads, value_heads, row_distance(inputs.gate))
-        raise_for(lib, lib.tfm_gated_norm(*pointers, weights.eps, *sizes, stream), "gated_norm")
+        launch_prepare(lib, inputs, weights, buffers, pending_window)
+        fused_cuda.launch_verify(lib, verify, pending)
+        launch_norm(lib, inputs, weights, buffers, pending_window)
+
+
+def launch_prepare(
+    lib: ctypes.CDLL, inputs: MixerInputs, weights: MixerWeights, b: MixerBuffers, pending: tuple = NO_PENDING_WINDOW
+) -> None:
+    """Launch what stands before tree verify, on checked tensors of the current device."""
+    before = (inputs.mixed, inputs.window, weights.conv, inputs.decay, inputs.write, weights.a_log, weights.dt_bias)
+    pointers = [x.data_ptr() for x in (*before, inputs.parents, b.q, b.k, b.v, b.log_decay, b.beta)]
+    sizes = (*b.k.shape[:3], b.v.shape[2])
+    strides = [row_distance(x) for x in (inputs.mixed, inputs.decay, inputs.write)]
+    stream = torch.cuda.current_stream().cuda_stream
+    raise_for(lib, lib.tfm_prepare(*pointers, *sizes, *strides, *pending, stream), "prepare")
+
+
+def launch_norm(
+    lib: ctypes.CDLL, inputs: MixerInputs, weights: MixerWeights, b: MixerBuffers, pending: tuple = NO_PENDING_WINDOW
+) -> None:
+    """Launch what stands after tree verify, on checked tensors of the current device."""
+    pointers = [x.data_ptr() for x in (b.out, inputs.gate, weights.norm, b.normed)]
+    sizes = (b.v.shape[:3].numel(), b.v.shape[2], row_distance(inputs.gate))
+    window = (inputs.window.data_ptr(), len(inputs.window), inputs.window.shape[2])
+    stream = torch.cuda.current_stream().cuda_stream
+    raise_for(lib, lib.tfm_gated_norm(*pointers, weights.eps, *sizes, *window, *pending, stream), "gated_norm")
 
 
 def _check_mixer(inputs: MixerInputs, weights: MixerWeights, buffers: MixerBuffers) -> None:

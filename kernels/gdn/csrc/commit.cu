@@ -10,13 +10,17 @@
 
 #include "launch.h"
 #include "tensor_core.cuh"
+#include "window.cuh"
 
 namespace {
 
 constexpr int DIM = 128, SLAB = 64, THREADS = 128, EACH = 16;  // EACH key rows of a thread
 constexpr int CHUNK = 16;  // path nodes held in shared memory
-constexpr int MAX_PATH = 144, WINDOW = 3;  // WINDOW committed inputs: a convolution of width 4
+constexpr int MAX_PATH = 144;
 constexpr int TOO_LONG = -2;
+
+using tfm::add_scaled;
+using tfm::exp_of;
 
 // One layer's tensors. Addresses are 64-bit integers, so that Python can fill the table.
 struct Layer {
@@ -24,30 +28,9 @@ struct Layer {
   const __nv_bfloat16* k;        // [R, T, H, DIM]
   const float* u;                // [R, T, HV, DIM]
   const double* path_log_decay;  // [R, T, HV]
-  uint4* window;                 // [R, WINDOW, C], any type, C bytes a multiple of 16
+  uint4* window;                 // [R, tfm::WINDOW, C], any type, C bytes a multiple of 16
   const uint4* inputs;           // [R, T, C], rows input_units apart
 };
-
-__device__ __forceinline__ void add_scaled(float4& sum, float k, float4 u) {
-  sum.x = fmaf(k, u.x, sum.x);
-  sum.y = fmaf(k, u.y, sum.y);
-  sum.z = fmaf(k, u.z, sum.z);
-  sum.w = fmaf(k, u.w, sum.w);
-}
-
-__device__ __forceinline__ float exp_of(double x) {
-  int whole;
-  float fraction;
-  tfm::split_exponent(x * tfm::LOG2E, whole, fraction);
-  return tfm::exp2_fast(fraction) * tfm::power_of_two(whole);
-}
-
-// Path length, counted by every warp for itself.
-__device__ __forceinline__ int count_nodes(const int64_t* path, int max_length) {
-  int length = 0;
-  for (int p = threadIdx.x % 32; p < max_length; p += 32) length += path[p] >= 0;
-  return __reduce_add_sync(0xffffffffu, length);
-}
 
 __device__ void commit_state(const Layer& layer, const int64_t* path, int max_length, int request, int slab, int rows,
                              int heads, int value_heads) {
@@ -61,7 +44,7 @@ __device__ void commit_state(const Layer& layer, const int64_t* path, int max_le
 #pragma unroll
   for (int i = 0; i < EACH; ++i) sum[i] = __ldcs(reinterpret_cast<const float4*>(state + i * DIM));
 
-  const int length = count_nodes(path, max_length);
+  const int length = tfm::count_nodes(path, max_length);
   if (length == 0) return;
   const int64_t base = static_cast<int64_t>(request) * rows;
   const double last = layer.path_log_decay[(base + path[length - 1]) * value_heads + head];
@@ -100,23 +83,6 @@ __device__ void commit_state(const Layer& layer, const int64_t* path, int max_le
   for (int i = 0; i < EACH; ++i) __stcs(reinterpret_cast<float4*>(state + i * DIM), sum[i]);
 }
 
-// the newest WINDOW rows of cat([window, path])
-__device__ void commit_window(const Layer& layer, const int64_t* path, int max_length, int request, int slab, int rows,
-                              int units, int input_units) {
-  const int length = count_nodes(path, max_length), unit = slab * THREADS + threadIdx.x;
-  if (length == 0 || unit >= units) return;
-  uint4* window = layer.window + static_cast<int64_t>(request) * WINDOW * units + unit;
-  uint4 moved[WINDOW];
-#pragma unroll
-  for (int i = 0; i < WINDOW; ++i) {
-    const int from = length + i;
-    moved[i] = from < WINDOW ? window[from * static_cast<int64_t>(units)]
-                             : layer.inputs[(static_cast<int64_t>(request) * rows + path[from - WINDOW]) * input_units + unit];
-  }
-#pragma unroll
-  for (int i = 0; i < WINDOW; ++i) window[i * static_cast<int64_t>(units)] = moved[i];
-}
-
 __global__ void __launch_bounds__(THREADS)
     commit_kernel(const Layer* layers, const int64_t* paths, int max_length, int rows, int heads, int value_heads,
                   int units, int input_units) {
@@ -128,7 +94,8 @@ __global__ void __launch_bounds__(THREADS)
   if (slab < slabs) {
     commit_state(layer, path, max_length, request, slab, rows, heads, value_heads);
   } else {
-    commit_window(layer, path, max_length, request, slab - slabs, rows, units, input_units);
+    tfm::move_window(layer.window, layer.inputs, path, max_length, request, (slab - slabs) * THREADS + threadIdx.x, rows,
+                     units, input_units);
   }
 }
 

@@ -5,7 +5,13 @@
 #include <cuda_bf16.h>
 #include <stdint.h>
 
+#ifndef TFM_DEFERRED
+#define TFM_DEFERRED 0  // 1: a verify first commits the path that the step before accepted (pending.cuh, mixer.cu)
+#endif
+
 namespace tfm {
+
+constexpr int MAX_PENDING = 32;  // nodes of a path that is committed inside the next verify: a lane each
 
 constexpr double LOG2E = 1.4426950408889634;
 
@@ -97,11 +103,6 @@ __device__ __forceinline__ void sync_warps(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Counts as having reached the barrier, without waiting for the others.
-__device__ __forceinline__ void arrive_warps(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 __device__ __forceinline__ bool sync_warps_or(int barrier, int threads, bool mine) {
   uint32_t any;
   asm volatile(
@@ -166,6 +167,21 @@ __device__ __forceinline__ void split_exponent(double x, int& whole, float& frac
   const double shifted = x + SHIFT;
   whole = __double2loint(shifted);
   fraction = static_cast<float>(x - (shifted - SHIFT));
+}
+
+// exp(x), 0 below the normal range
+__device__ __forceinline__ float exp_of(double x) {
+  int whole;
+  float fraction;
+  split_exponent(x * LOG2E, whole, fraction);
+  return exp2_fast(fraction) * power_of_two(whole);
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, float k, float4 u) {
+  sum.x = fmaf(k, u.x, sum.x);
+  sum.y = fmaf(k, u.y, sum.y);
+  sum.z = fmaf(k, u.z, sum.z);
+  sum.w = fmaf(k, u.w, sum.w);
 }
 
 }  // namespace tfm

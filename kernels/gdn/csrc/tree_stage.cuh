@@ -134,7 +134,8 @@ __device__ __forceinline__ void write_scales(const OwnNodes<S>& own, S& s, const
   }
 }
 
-// Barrier 3 says that the segments are there; the caller says when the scales are.
+// Barrier 3 says that the segments are there; the caller says when the scales are. Waiting there costs nothing: scales are
+// needed after the inverses, which start behind that barrier too.
 template <typename S>
 __device__ __forceinline__ void tree_stage(S& s, const VerifyArgs& a, int head, int request, bool first_tile,
                                            int thread) {
@@ -142,7 +143,7 @@ __device__ __forceinline__ void tree_stage(S& s, const VerifyArgs& a, int head, 
   read_nodes(own, a, head, request, thread);
   sum_paths(own, s, thread);
   write_segments(own, s, thread);
-  arrive_warps(3, S::THREADS);
+  sync_warps(3, S::THREADS);
   write_scales(own, s, a, head, request, first_tile, thread);
 }
 

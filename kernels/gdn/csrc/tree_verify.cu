@@ -17,7 +17,7 @@ namespace {
 using tfm::GROUP;
 constexpr int TERMS = TFM_TERMS;
 constexpr int MAX_BLOCKS = 9;  // row blocks: 144 rows
-constexpr int TOO_MANY_ROWS = -1;
+constexpr int TOO_MANY_ROWS = -1, TOO_LONG = -2;
 // asked for on sm_90 so that a multiprocessor holds one block: with two, a launch that comes up early halves the chip
 constexpr int ALONE = TFM_OVERLAP ? TFM_ALONE : 0;
 
@@ -52,12 +52,17 @@ int tfm_verify_shared_bytes(int rows) {
 }
 
 const char* tfm_error_string(int code) {
+  if (code == TOO_LONG) return "the path is too long";
   return code == TOO_MANY_ROWS ? "too many rows" : cudaGetErrorString(static_cast<cudaError_t>(code));
 }
 
+// `state` is written only where pending_length > 0, which takes a library built with TFM_DEFERRED=1.
 int tfm_tree_verify(const void* q, const void* k, const void* v, const void* log_decay, const void* beta,
-                    const void* parents, const void* state, void* out, void* u, void* path_log_decay, int requests,
-                    int rows, int heads, int out_is_bf16, void* stream) {
+                    const void* parents, void* state, void* out, void* u, void* path_log_decay, int requests,
+                    int rows, int heads, int out_is_bf16, const void* pending_path, const void* pending_k,
+                    const void* pending_u, const void* pending_decay, int pending_length, int pending_rows,
+                    void* stream) {
+  if (pending_length > (TFM_DEFERRED ? tfm::MAX_PENDING : 0)) return TOO_LONG;
   tfm::VerifyArgs args;
   args.q = static_cast<const __nv_bfloat16*>(q);
   args.k = static_cast<const __nv_bfloat16*>(k);
@@ -65,13 +70,19 @@ int tfm_tree_verify(const void* q, const void* k, const void* v, const void* log
   args.log_decay = static_cast<const float*>(log_decay);
   args.beta = static_cast<const float*>(beta);
   args.parents = static_cast<const int64_t*>(parents);
-  args.state = static_cast<const float*>(state);
+  args.state = static_cast<float*>(state);
   args.out = out;
   args.u = static_cast<float*>(u);
   args.path_log_decay = static_cast<double*>(path_log_decay);
   args.rows = rows;
   args.heads = heads;
   args.out_is_bf16 = out_is_bf16;
+  args.pending = {static_cast<const int64_t*>(pending_path),
+                  static_cast<const __nv_bfloat16*>(pending_k),
+                  static_cast<const float*>(pending_u),
+                  static_cast<const double*>(pending_decay),
+                  pending_length,
+                  pending_rows};
   return with_blocks(
       rows, [&](auto blocks) { return launch<blocks()>(args, requests, static_cast<cudaStream_t>(stream)); });
 }

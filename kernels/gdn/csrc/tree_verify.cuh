@@ -17,6 +17,7 @@
 // diagonal blocks are split into TERMS bf16 terms (2: 16 bits of mantissa); the sums are fp32, the path sums float64.
 #pragma once
 
+#include "pending.cuh"
 #include "row_blocks.cuh"
 #include "tree_stage.cuh"
 
@@ -27,15 +28,23 @@ template <int TERMS, typename S>
 __device__ __forceinline__ void load_inputs(S& s, const VerifyArgs& a, int tile, int head, int request, int thread) {
   constexpr int LINES = S::WORKERS / 4, PASSES = (DIM + LINES - 1) / LINES;
   const int line = thread / 4, quarter = thread % 4 * 4;
-  const float* state = a.state + (static_cast<int64_t>(request) * a.heads + head) * (GROUP * DIM * DIM) + tile * TILE +
-                       (line * DIM + quarter);
+  float* state = a.state + (static_cast<int64_t>(request) * a.heads + head) * (GROUP * DIM * DIM) + tile * TILE +
+                 (line * DIM + quarter);
+#if TFM_DEFERRED
+  const int node_of_lane = pending_node(a.pending, request, thread & 31);
+#endif
   float4 held[GROUP][PASSES];
 #pragma unroll
   for (int h = 0; h < GROUP; ++h) {
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
       if (line + pass * LINES < DIM) {
-        held[h][pass] = __ldg(reinterpret_cast<const float4*>(state + h * DIM * DIM + pass * LINES * DIM));
+        const auto* from = reinterpret_cast<const float4*>(state + h * DIM * DIM + pass * LINES * DIM);
+#if TFM_DEFERRED
+        held[h][pass] = __ldcs(from);  // written below, so not through the read-only path
+#else
+        held[h][pass] = __ldg(from);
+#endif
       }
     }
   }
@@ -61,6 +70,22 @@ __device__ __forceinline__ void load_inputs(S& s, const VerifyArgs& a, int tile,
       copy_async_16(&s.values[row][part * 8], values + from, row < a.rows);
     }
   }
+#if TFM_DEFERRED
+  if (const int length = load_pending(s, a, node_of_lane, tile, head, request, thread)) {
+    wait_copies();
+    sync_warps(1, S::WORKERS);
+    apply_pending<LINES>(held, s, length, line, quarter);
+#pragma unroll
+    for (int h = 0; h < GROUP; ++h) {
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) {
+        if (line + pass * LINES < DIM) {
+          __stcs(reinterpret_cast<float4*>(state + h * DIM * DIM + pass * LINES * DIM), held[h][pass]);
+        }
+      }
+    }
+  }
+#endif
 #pragma unroll
   for (int h = 0; h < GROUP; ++h) {
 #pragma unroll
@@ -127,10 +152,10 @@ __global__ void __launch_bounds__(Shape<BLOCKS, TERMS>::THREADS, 1) tree_verify_
   if (threadIdx.x >= S::WORKERS) {
     const int thread = threadIdx.x - S::WORKERS;
     if (thread < BLOCKS * PARTS) barrier_init(&s.ready[thread], 1);
-    if (thread == 0) barrier_init(&s.scaled, S::TREE / 32);
+    if (thread == 0) barrier_init(&s.scaled, S::TREE);
     tree_stage(s, a, head, request, tile == 0, thread);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.scaled);
+    // every thread for its own scales
+    barrier_arrive(&s.scaled);
     return;
   }
   const int part = warp % PARTS, order = warp / PARTS;

@@ -27,6 +27,16 @@ constexpr int GRAM_STRIDE = BLOCK + 4;
 constexpr int SEGMENT = 60;           // log2 units: 2^-60 is nothing beside 1, and 2^60 leaves room in fp32
 constexpr float MIN_LOG_DECAY = -1e4f;
 
+// What the step before left to commit: a path of its tree, and what its verify wrote of that tree.
+struct Pending {
+  const int64_t* path;           // [R, max_length] nodes from the root down, then -1
+  const __nv_bfloat16* k;        // [R, rows, H, DIM]
+  const float* u;                // [R, rows, H * GROUP, DIM]
+  const double* path_log_decay;  // [R, rows, H * GROUP]
+  int max_length;                // at most MAX_PENDING; 0: nothing is pending
+  int rows;
+};
+
 struct VerifyArgs {
   const __nv_bfloat16* q;    // [R, T, H, DIM]
   const __nv_bfloat16* k;    // [R, T, H, DIM]
@@ -34,13 +44,14 @@ struct VerifyArgs {
   const float* log_decay;    // [R, T, H * GROUP]
   const float* beta;         // [R, T, H * GROUP]
   const int64_t* parents;    // [R, T]; -1 starts from the state, -2 is padding: not read, output 0
-  const float* state;        // [R, H * GROUP, DIM, DIM]
+  float* state;              // [R, H * GROUP, DIM, DIM]; written where a path is pending, else read only
   void* out;                 // [R, T, H * GROUP, DIM] float or bf16
   float* u;                  // [R, T, H * GROUP, DIM]
   double* path_log_decay;    // [R, T, H * GROUP]
   int rows;                  // T
   int heads;                 // H
   int out_is_bf16;
+  Pending pending;
 };
 
 struct RowScale {
@@ -59,6 +70,14 @@ struct Shape {
   static constexpr int THREADS = WORKERS + TREE;
   // of the working warps, those in whole warp groups where the architecture has products of a group
   static constexpr int GROUPED = PARTS == 1 && COLS == 48 ? WORKERS / 128 * 4 : 0;
+};
+
+// What a block needs of the pending path.
+struct PendingRows {
+  __nv_bfloat16 keys[MAX_PENDING][DIM];
+  float writes[MAX_PENDING][COLS];
+  float weights[GROUP][MAX_PENDING];  // decay from a node to the path's last one
+  float gains[GROUP];                 // of the whole path
 };
 
 // Shared memory of one block. Writes live where the queries were and scratch where the state was: both are read into
@@ -91,6 +110,9 @@ struct Shared : Shape<BLOCKS, TERMS> {
   uint64_t ready[BLOCKS * GROUP];  // U' of a row block is written
   uint64_t scaled;                 // the scales are written
   int segmented;                   // some segment differs from 0
+#if TFM_DEFERRED
+  alignas(16) PendingRows pending;
+#endif
 };
 
 }  // namespace tfm
