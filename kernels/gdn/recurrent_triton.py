@@ -7,8 +7,8 @@ and stores the node's whole state for its children and for the commit:
     S_n = exp(g_n) S_p + k_n u_n^T,   u_n = beta_n (v_n - exp(g_n) S_p^T k_n),   o_n = S_n^T q_n        (paper Eq. 7)
 
 A parent that is the node just before is still in registers; any other was stored earlier and is asked for while the
-node before is computed. The time is serial in the nodes, and T nodes cost T states of traffic, each way unless they form
-a chain. Everything is computed in float32.
+node before is computed. The time is serial in the nodes, and T nodes cost T states of traffic, each way unless they
+form a chain. Everything is computed in float32.
 """
 
 from dataclasses import dataclass
