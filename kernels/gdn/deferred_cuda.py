@@ -15,7 +15,7 @@ from tfm_kernels.gdn.fused_cuda import DEFAULT_PRECISION, DIM, check_tensors, li
 def deferred_verify_into(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, parents: Tensor, state: Tensor,
     out: Tensor, u: Tensor, path_log_decay: Tensor, pending: Pending,
-    *, precision: str = DEFAULT_PRECISION, overlap: bool = True,
+    *, precision: str = DEFAULT_PRECISION, overlap: bool | None = None,
 ) -> None:  # fmt: skip
     """`fused_cuda.tree_verify_into` from the state after the pending path, which `state` holds afterwards.
 
