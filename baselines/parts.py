@@ -9,7 +9,7 @@ from pathlib import Path
 from baselines.inputs import checkpoint_config, draft_rows, read_object
 from tfm import graft_shape
 from tfm.config import HEADS
-from tfm.manifest import sha256_file
+from tfm.manifest import sha256_once
 
 PARTS = graft_shape.PARTS
 
@@ -30,7 +30,9 @@ def _changed(folder: Path) -> Iterator[str]:
         file = folder / name
         if not file.parent.exists():
             continue
-        found = sha256_file(file) if file.exists() else "no file"
+        packed = file.with_name(f"{file.name}.gz")
+        file = packed if packed.exists() and not file.exists() else file
+        found = sha256_once(file) if file.exists() else "no file"
         if found != expected:
             yield (
                 f"weights: {file} is not the family's (sha256 {found[:12]}, {path.name} says {expected[:12]}); restore "

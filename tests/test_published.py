@@ -17,6 +17,7 @@ from kernel_figure import bandwidth_of, roofline
 from kernel_runs import kernel_summary, load_kernel_run
 from make_paper import write_paper
 from make_tables import read_plan
+from packing import PLAN, write_packed
 from probe_records import load_probes
 from publish import load_published
 from rebuild_published import ENGINE_RUN, differences, main, rebuild_kernels
@@ -33,7 +34,7 @@ QUICK = ("headline", "latency", "acceptance_by_position", "audit", "ceiling_clai
 def nano():
     """The published suite, read from its records."""
     folder = PUBLISHED / "nano"
-    return tables.Suite.of(read_plan(folder / "plan.json"), load_published(folder), load_probes(folder))
+    return tables.Suite.of(read_plan(folder / PLAN), load_published(folder), load_probes(folder))
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -68,7 +69,7 @@ def test_one_changed_digit_of_a_published_table_is_found_and_named(tmp_path):
 
 def test_every_published_table_lies_where_it_is_made_again():
     for folder in {path.relative_to(PUBLISHED).parts[0] for path in PUBLISHED.glob("*/**/*.csv")}:
-        marks = ("plan.json", "samples.json", ENGINE_RUN)
+        marks = (PLAN, "samples.json", ENGINE_RUN)
         assert any((PUBLISHED / folder / name).is_file() for name in marks), folder
 
 
@@ -153,7 +154,7 @@ def test_a_gpu_run_stands_before_a_cpu_run_and_both_are_shown():
 
 def write_suite(folder, name: str, summary: dict) -> None:
     (folder / name).mkdir(parents=True)
-    (folder / name / "plan.json").write_text(json.dumps({"config": {"suite": name}, "cells": []}))
+    write_packed(folder / name / PLAN, {"config": {"suite": name}, "cells": []})
     (folder / name / "summary.json").write_text(json.dumps(summary))
 
 

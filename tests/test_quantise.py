@@ -1,5 +1,6 @@
 """int8 rows: the dequantised weights are the model, exactly, whichever way they are stored, exported and loaded."""
 
+import gzip
 import json
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoints import make_drafter, make_target, make_weaver
 
+from baselines.serving.site import checkpoint_folder
 from tfm import checkpoints
+from tfm.manifest import sha256_weights
 from tfm.quantise import dequantise_rows, pack, quantise_rows, unpack
+from tfm.train.export import promote
 
 
 def random_matrix(seed: int = 0) -> torch.Tensor:
@@ -115,3 +119,20 @@ def test_scales_that_bfloat16_cannot_follow_load_but_are_not_exported(tmp_path):
 def test_unknown_storage_is_refused(tmp_path):
     with pytest.raises(ValueError, match="storage: 'int4' is not allowed"):
         checkpoints.save_drafter(make_drafter(), tmp_path, storage="int4")
+
+
+def test_a_compressed_checkpoint_is_the_same_model_with_the_same_digest(tmp_path):
+    checkpoints.save_drafter(make_drafter(), tmp_path / "plain", storage="int8")
+    (tmp_path / "README.md").write_text("card")
+    assert promote(tmp_path, tmp_path / "shipped")[1:] == ["plain/config.json", "plain/model.safetensors.gz"]
+    shipped = tmp_path / "shipped/plain"
+    assert sha256_weights(shipped) == sha256_weights(tmp_path / "plain") is not None
+    one, other = (checkpoints.load_drafter(folder).state_dict() for folder in (tmp_path / "plain", shipped))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert checkpoint_folder(shipped, tmp_path / "site") != shipped  # servers read the public format alone
+    file = shipped / "model.safetensors.gz"
+    for damaged in (file.read_bytes()[:-20], b"no gzip", gzip.compress(b"no tensors")):
+        file.write_bytes(damaged)
+        assert sha256_weights(shipped) != sha256_weights(tmp_path / "plain")
+        with pytest.raises(ValueError, match=f"{file}: damaged"):
+            checkpoints.load_drafter(shipped)

@@ -1,7 +1,6 @@
 """Tables and the inventory beside the paper, on records small enough to check by hand."""
 
 import copy
-import json
 import sys
 
 import pandas as pd
@@ -16,7 +15,7 @@ import sanity
 import summary
 import tables
 from compare_paper import compare, to_markdown
-from make_tables import readable
+from make_tables import read_plan, readable
 from probe_records import Probe
 from publish import load_published
 
@@ -320,7 +319,7 @@ def test_small_numbers_are_not_rounded_to_zero():
 
 def test_a_sweep_that_runs_everywhere_is_a_mean_over_sets_and_the_others_name_the_side_set():
     published = ROOT / "results/published/nano"
-    plan, records = json.loads((published / "plan.json").read_text()), load_published(published)
+    plan, records = read_plan(published / "plan.json.gz"), load_published(published)
     assert set(tables.sweeps(tables.Suite.of(plan, records))["dataset"]) == {"mtbench"}
     plan["config"]["everywhere"] = ["budgets"]
     data = tables.Suite.of(plan, records)

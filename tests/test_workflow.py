@@ -218,7 +218,7 @@ def test_published_records_rebuild_their_tables(finished, tmp_path):
     out = folder / "results/published/nano"
     assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 5 * 2**20
     (folder / "tfm/weights/nano").unlink()  # tables need no weights
-    call = [sys.executable, "workflows/scripts/make_tables.py", "--plan", out / "plan.json", "--records", out]
+    call = [sys.executable, "workflows/scripts/make_tables.py", "--plan", out / "plan.json.gz", "--records", out]
     environment = environment_of(folder)
     subprocess.run([*call, "--out", tmp_path / "again"], cwd=folder, env=environment, check=True, capture_output=True)
     for path in sorted((out / "tables").glob("*.csv")):

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from tfm.drafter import Drafter, DrafterConfig
 from tfm.heads import HeadConfig, build_head
-from tfm.manifest import write_atomic, write_json
+from tfm.manifest import PACKED, unpacked, write_atomic, write_json
 from tfm.quantise import as_bfloat16, inexact_in_bfloat16, pack, unpack
 from tfm.target import Target, TargetConfig
 from tfm.weaver import Weaver, WeaverConfig
@@ -284,6 +284,7 @@ def _read_files(directory: Path) -> StoredTensors:
     if (directory / INDEX).is_file():
         return _read_shards(directory)
     files = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
+    files = files or sorted(directory.glob(f"*{PACKED}"))
     if len(files) != 1:
         what = f"{len(files)} safetensors files but no {INDEX}" if files else "no safetensors file"
         raise ValueError(f"{directory}: {what}; a checkpoint is {SINGLE}, or shards with {INDEX}: download it again")
@@ -319,6 +320,8 @@ def _read_shards(directory: Path) -> StoredTensors:
 
 def _open_file(path: Path) -> dict[str, Tensor]:
     try:
+        if path.name.endswith(PACKED):
+            return load(unpacked(path))
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except SafetensorError as error:

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 from tfm_kernels.gdn.backends import backend_modules
@@ -21,6 +23,7 @@ PACKAGES = {"tfm_kernels": "kernels", "tfm": "tfm", "baselines": "baselines"}
 SCRIPTS = "workflows/scripts"
 SEAL = "manifest_sha256"  # in a cell.json: the digest of its other fields
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".json")
+PACKED = ".safetensors.gz"  # as int8 families ship; only the content counts, and its name is that without .gz
 LARGE = 1 << 26  # bytes; a larger file is hashed once, not at every call of Snakemake and in every cell
 HASHED = ".sha256"  # what large files of a folder hashed to, beside them
 
@@ -39,11 +42,19 @@ def sha256_json(value) -> str:
 def sha256_weights(folder: Path) -> str | None:
     """Return one digest over the tensors and JSON files of a checkpoint folder (cards left out); None when absent."""
     files = weight_files(folder)
-    return sha256_json({path.relative_to(folder).as_posix(): sha256_once(path) for path in files}) if files else None
+    names = [path.relative_to(folder).as_posix() for path in files]
+    names = [name.removesuffix(".gz") if name.endswith(PACKED) else name for name in names]
+    return sha256_json(dict(zip(names, map(sha256_once, files), strict=True))) if files else None
 
 
 def sha256_once(path: Path) -> str:
-    """Return a file's SHA-256, a large one's from the note beside it while size, inode and times are those noted."""
+    """Return a file's SHA-256, a large one's from the note beside it while size, inode and times are those noted.
+
+    A PACKED file's is that of what it holds, a damaged one's that of its own bytes.
+    """
+    if path.name.endswith(PACKED):
+        with contextlib.suppress(ValueError):
+            return hashlib.sha256(unpacked(path)).hexdigest()
     facts = path.stat()
     if facts.st_size < LARGE:
         return sha256_file(path)
@@ -60,9 +71,18 @@ def sha256_once(path: Path) -> str:
     return noted[path.name]["sha256"]
 
 
+def unpacked(path: Path) -> bytes:
+    """Return what a gzip file holds; raises ValueError naming it when it is damaged."""
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: damaged gzip file ({error}); restore it (git checkout -- {path})") from error
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the tensors and JSON files under a checkpoint folder, sorted; empty when the folder is missing."""
-    return sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.suffix in WEIGHT_SUFFIXES)
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return sorted(path for path in files if path.suffix in WEIGHT_SUFFIXES or path.name.endswith(PACKED))
 
 
 def source_digest(method_module: str, root: Path = REPOSITORY, *, gdn_backend: str = "solve") -> str:

@@ -9,7 +9,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tfm.manifest import REPOSITORY, sha256_weights, write_atomic
+from tfm.manifest import PACKED, REPOSITORY, sha256_weights, write_atomic
 
 PLUGINS = "[sglang.srt.plugins]\ndflash_tfm = baselines.sglang.plugin:register\n"
 METADATA = "Metadata-Version: 2.1\nName: dflash-tfm\nVersion: 0.1.0\n"
@@ -87,11 +87,14 @@ def checkpoint_folder(source: Path, folder: Path) -> Path:
 
     from tfm.checkpoints import export
 
-    for path in sorted(Path(source).glob("*.safetensors")):
+    def is_quantised(path: Path) -> bool:
+        if path.name.endswith(PACKED):
+            return True
         with safe_open(path, "pt") as file:
-            if any(name.endswith(".scale") for name in file.keys()):  # noqa: SIM118, not a mapping
-                break
-    else:
+            return any(name.endswith(".scale") for name in file.keys())  # noqa: SIM118, not a mapping
+
+    files = [*Path(source).glob("*.safetensors"), *Path(source).glob(f"*{PACKED}")]
+    if not any(map(is_quantised, files)):
         return Path(source).resolve()
     copy = Path(folder).resolve() / "checkpoints" / f"{source.name}-{sha256_weights(source)[:12]}"
     if not (copy / "config.json").exists():

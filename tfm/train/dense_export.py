@@ -25,7 +25,8 @@ The target is not trained here and not in this folder: {origin}, Apache-2.0, sha
 {parts}
 
 All files together: {bytes:,} bytes. Matrices are stored as int8 rows with a float16 scale a row: the dequantised
-weights are the model, and the heads were trained on the drafter as it ships. Embedding and head are the target's.
+weights are the model, and the heads were trained on the drafter as it ships. Embedding and head are the target's. The
+tensors ship compressed (`model.safetensors.gz`); size and hashes are of what that holds.
 Curves: `<part>_curve.csv`. Validation is one conversation in {every}, by hash. Alpha is sum min(p, q) over draft rows
 (for a head over its candidates); the chain is the accepted length of the argmax chain along the sampled answers.
 

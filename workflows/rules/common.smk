@@ -323,7 +323,7 @@ def cuda_code(wildcards):
 
 def published_files():
     """Return the files that published tables and figures are made of."""
-    names = ("plan.json", "*.json.gz", "samples.json", "tables.json")
+    names = ("*.json.gz", "samples.json", "tables.json")
     names += ("*.parquet", "*/*.parquet")
     return sorted(
         str(path)

@@ -10,6 +10,7 @@ import yaml
 from expectations import Finding, against_published, check_kernels, check_run, points_at
 from kernel_runs import load_kernel_run
 from make_tables import read_plan
+from packing import PLAN, read_packed
 from publish import load_published
 
 from tfm.cells import load_cells
@@ -35,8 +36,8 @@ def published_runs(published: Path, plan: dict) -> list[Path]:
     """Return the published folders of the plan's suite and family."""
     config = plan["config"]
     found = []
-    for path in sorted(published.glob("*/plan.json")):
-        other = json.loads(path.read_text(encoding="utf-8"))["config"]
+    for path in sorted(published.glob(f"*/{PLAN}")):
+        other = read_packed(path)["config"]
         if (other["suite"], other["family"]) == (config["suite"], config["family"]):
             found.append(path.parent)
     return found

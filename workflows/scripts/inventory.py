@@ -9,6 +9,7 @@ import pandas as pd
 import yaml
 from compare_paper import compare, devices_of, shown
 from kernel_runs import is_kernel_run, kernel_summary, load_kernel_run
+from packing import PLAN, read_packed
 
 from tfm.manifest import sha256_file, write_atomic, write_json
 
@@ -49,7 +50,7 @@ def inventory(expected: dict, published: Path) -> list[dict]:
 def run_folders(published: Path, expected: dict) -> list[Path]:
     """Return the published folders with numbers, the preferred one first, as expected.yaml orders them."""
     order = expected["inventory_order"]
-    folders = [path for path in sorted(published.iterdir()) if (path / "plan.json").is_file() or is_kernel_run(path)]
+    folders = [path for path in sorted(published.iterdir()) if (path / PLAN).is_file() or is_kernel_run(path)]
     return sorted(folders, key=lambda path: order.index(path.name) if path.name in order else -1)
 
 
@@ -58,7 +59,7 @@ def _rows_of(folder: Path, expected: dict) -> list[dict]:
     if is_kernel_run(folder):
         run = load_kernel_run(folder)
         return compare(expected, kernel_summary(run), folder.name, devices={run.card})
-    suite = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["config"]["suite"]
+    suite = read_packed(folder / PLAN)["config"]["suite"]
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return compare(expected, summary, suite, devices=devices_of(folder / "tables/headline.csv"))
 

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.ticker import MaxNLocator
 from probe_figures import PROBE_CAPTIONS, PROBE_FIGURES
+from small_svg import small
 
 from baselines.suite import FIGURE_TABLES
 
@@ -153,6 +154,8 @@ def save(figure: plt.Figure, out: Path, name: str, caption: str) -> None:
     """Write the figure in all forms, without dates, so that the same tables give the same files."""
     for form, metadata in (("pdf", {"CreationDate": None}), ("svg", {"Date": None}), ("png", {})):
         figure.savefig(out / f"{name}.{form}", dpi=150, metadata=metadata)
+    svg = out / f"{name}.svg"
+    svg.write_text(small(svg.read_text(encoding="utf-8")), encoding="utf-8")
     (out / f"{name}.txt").write_text(caption + "\n")
     plt.close(figure)
 

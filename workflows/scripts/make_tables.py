@@ -10,6 +10,7 @@ import pandas as pd
 import sanity
 import tables
 from captions import caption
+from packing import read_packed
 from probe_records import load_probes
 from publish import load_published
 from summary import summary
@@ -97,9 +98,9 @@ def write_tables(
 
 
 def read_plan(path: Path) -> dict:
-    """Return a suite's plan.json; raises ValueError with the remedy when it is missing or damaged."""
+    """Return a suite's plan.json, or a published plan.json.gz; raises ValueError with a remedy where it is damaged."""
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = read_packed(path) if path.suffix == ".gz" else json.loads(path.read_text(encoding="utf-8"))
         if {"config", "cells"} <= set(plan):
             return plan
         problem = "lacks config or cells"

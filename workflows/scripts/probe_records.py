@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
+from packing import write_table
 
 from baselines.probes import FILES
 from tfm.manifest import sha256_file, write_atomic, write_json
@@ -29,7 +29,7 @@ def write_rows(path: Path, rows: list[dict], schema: pa.Schema) -> dict:
     """Write rows as parquet in one move; return the SHA-256 and the number of rows, as the facts file keeps them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+    write_table(pa.Table.from_pylist(rows, schema=schema), sink)
     data = sink.getvalue().to_pybytes()
     write_atomic(path, data)
     return {"sha256": hashlib.sha256(data).hexdigest(), "rows": len(rows)}

@@ -9,12 +9,12 @@ import re
 import shutil
 import socket
 import sys
-import zlib
 from getpass import getuser
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from packing import GRADED, PLAN, read_packed, reduced, whole, write_packed, write_table
 from probe_records import load_probes
 
 from baselines.probes import FILES as PROBE_FILES
@@ -24,9 +24,10 @@ from tfm.manifest import sha256_file
 DESCRIPTION = """
 Reads plan.json, the cells it lists, the records beside them (ceiling/, oracle/, kernels/, definitions/) and the suite's
 tables, figures, compare.csv, compare.md, summary.json and manifest.json. Writes --out anew, at most --limit bytes,
-without host, user or absolute path; cells.json.gz and manifest.json.gz, which programs read, are compressed. Rebuild
-the tables from it with make_tables.py --records OUT --plan OUT/plan.json. Last line of stdout: one JSON object. Exit 2
-on bad input.
+without host, user or absolute path; plan, cells.json.gz and manifest.json.gz, which programs read, are compressed.
+Columns that follow from others are left out, and load_published makes them again; of the recorded trees those stay that
+a report shows. Rebuild the tables from it with make_tables.py --records OUT --plan OUT/plan.json.gz. Last line of
+stdout: one JSON object. Exit 2 on bad input.
 """
 LIMIT = 6 * 2**20
 # not report.html: it holds all figures a second time, and make_report.py makes it again from these
@@ -45,36 +46,15 @@ def pack(records_of: list[Path], out: Path) -> None:
             f"{len(dirty)} of {len(cells)} cells were made by uncommitted code, first {dirty[0]}; commit it and make "
             f"them again: snakemake --cores all -R {dirty[0]}/requests.parquet"
         )
+    tables = {}
     for kind in KINDS:
         parts = [pq.read_table(folder / f"{kind}.parquet") for folder in records_of]
         numbered = [part.append_column("cell", pa.array([i] * len(part), pa.int32())) for i, part in enumerate(parts)]
-        table = pa.concat_tables(numbered)
-        floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
-        # the bytes of like weight together: a quarter smaller, the same numbers
-        pq.write_table(
-            table,
-            out / f"{kind}.parquet",
-            compression="zstd",
-            compression_level=22,
-            use_dictionary=[name for name in table.column_names if name not in floats],
-            use_byte_stream_split=floats,
-        )
+        tables[kind] = pa.concat_tables(numbered)
+    for kind, table in reduced(tables).items():
+        write_table(table, out / f"{kind}.parquet")
     files = {f"{kind}.parquet": sha256_file(out / f"{kind}.parquet") for kind in KINDS}
     write_packed(out / "cells.json.gz", {"cells": cells, "sha256": files})
-
-
-def write_packed(path: Path, value) -> None:
-    """Write `value` as JSON without blanks, compressed where the name ends in .gz; the same bytes on every call."""
-    data = (json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n").encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-
-
-def read_packed(path: Path):
-    """Return what `write_packed` wrote; raises OSError or ValueError for a file that is missing or damaged."""
-    try:
-        return json.loads(gzip.decompress(path.read_bytes()))
-    except (EOFError, zlib.error) as error:
-        raise ValueError(f"{path.name}: {error}") from error
 
 
 def copy_probes(suite_folder: Path, out: Path) -> None:
@@ -104,7 +84,7 @@ def load_published(folder: Path) -> Records:
             raise ValueError(
                 f"{folder / name} is damaged: its sha256 is not that of cells.json.gz; restore it from git"
             )
-    return join_records(packed["cells"], {kind: pq.read_table(folder / f"{kind}.parquet") for kind in KINDS})
+    return join_records(packed["cells"], whole({kind: pq.read_table(folder / f"{kind}.parquet") for kind in KINDS}))
 
 
 def private_words(root: Path) -> list[str]:
@@ -139,11 +119,11 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     copy_probes(suite_folder, temporary)
     for name in FILES:
         shutil.copyfile(suite_folder / name, temporary / name)
-    write_packed(temporary / "plan.json", plan)
+    write_packed(temporary / PLAN, plan)
     write_packed(temporary / "manifest.json.gz", json.loads((suite_folder / "manifest.json").read_text()))
     for name in ("tables", "figures"):
-        # the svg holds all that png and pdf do; rule rebuild_published makes those again
-        shutil.copytree(suite_folder / name, temporary / name, ignore=shutil.ignore_patterns("*.png", "*.pdf"))
+        # csv and svg hold all that the others do; rule rebuild_published makes those again
+        shutil.copytree(suite_folder / name, temporary / name, ignore=shutil.ignore_patterns("*.png", "*.pdf", "*.tex"))
     check_clean(temporary, private_words(Path.cwd()))
     sizes = {
         path.relative_to(temporary).as_posix(): path.stat().st_size for path in temporary.rglob("*") if path.is_file()
@@ -151,7 +131,7 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     if sum(sizes.values()) > limit:
         largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:4])
         raise ValueError(f"{out}: {sum(sizes.values())} bytes, more than the limit of {limit}; largest: {largest}")
-    for kept in (*out.glob("*.md"), *out.glob("accuracy.csv")) if out.exists() else ():
+    for kept in (*out.glob("*.md"), *out.glob(GRADED)) if out.exists() else ():
         if not (temporary / kept.name).exists():
             shutil.copyfile(kept, temporary / kept.name)  # notes written by hand, answers graded apart
     shutil.rmtree(out, ignore_errors=True)

@@ -16,15 +16,16 @@ from make_figures import draw, save, set_style
 from make_paper import write_paper
 from make_report import page
 from make_tables import read_plan, write_tables
+from packing import GRADED, PLAN, read_packed
 from probe_records import load_probes
-from publish import load_published, read_packed
+from publish import load_published
 from tree_steps import packed, traced_cells, trees_of
 
 from tfm.manifest import write_atomic, write_json
 
 DESCRIPTION = """
-Reads the folders of --published: plan.json with the records, checked by their SHA-256, a kernel run's samples.json, or
-an engine run's tables.json, which names its timed steps. Writes to --out a folder for each with its tables (csv, md,
+Reads the folders of --published: plan.json.gz with the records, checked by their SHA-256, a kernel run's samples.json,
+or an engine run's tables.json, which names its timed steps. Writes to --out a folder for each with its tables (csv, md,
 tex), figures (pdf, svg, png), compare.csv, summary.json and report.html, and the inventory over all of them, then
 compares every csv file byte by byte with the published one. Needs no GPU and no weights. Last line of stdout: one JSON
 object. Exit 1 when a published csv file is not what its records give, naming it and where it differs; 2 on bad input.
@@ -35,7 +36,7 @@ ENGINE_RUN = "tables.json"
 
 def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = True) -> None:
     """Write one suite's tables, comparison, paper-shaped tables and figures again."""
-    plan = read_plan(folder / "plan.json")
+    plan = read_plan(folder / PLAN)
     records = load_published(folder)
     write_tables(plan, records, out, probes=load_probes(folder))
     summary = json.loads((out / "summary.json").read_text())
@@ -73,7 +74,7 @@ def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True)
     seconds = {}
     for folder in sorted(published.iterdir()):
         started = time.monotonic()
-        if (folder / "plan.json").is_file():
+        if (folder / PLAN).is_file():
             rebuild_suite(folder, expected, out / folder.name, figures=figures)
         elif is_kernel_run(folder):
             rebuild_kernels(folder, out / folder.name, figures=figures)
@@ -86,10 +87,15 @@ def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True)
     return seconds
 
 
+def made_again(published: Path) -> list[Path]:
+    """Return the published csv files that records give: all but accuracies, which need the reference answers too."""
+    return sorted(path for path in published.rglob("*.csv") if path.name != GRADED)
+
+
 def differences(published: Path, out: Path) -> dict[str, str]:
     """Return published csv file -> where the one made again differs; a file that is not made again differs too."""
     found = {}
-    for path in sorted(published.rglob("*.csv")):
+    for path in made_again(published):
         name = path.relative_to(published).as_posix()
         again = out / name
         if not again.is_file():
@@ -121,7 +127,7 @@ def main() -> int:
         print(f"rebuild_published: {error}", file=sys.stderr)
         return 2
     wrong = differences(options.published, options.out)
-    compared = len(list(options.published.rglob("*.csv")))
+    compared = len(made_again(options.published))
     report = {"seconds": seconds, "compared": compared, "different": wrong}
     for name, where in wrong.items():
         print(f"rebuild_published: {options.published / name} is not what its records give: {where}", file=sys.stderr)
