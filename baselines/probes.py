@@ -11,6 +11,7 @@ FILES = {
     "kernels": ("kernels/kernels.json", "kernels/samples.parquet", "kernels/checks.parquet"),
     "definitions": ("definitions/definitions.json",),
     "builders": ("builders/builders.json", "builders/samples.parquet"),
+    "families": ("families/families.json", "families/requests.parquet"),
 }
 SCRIPTS = {
     "ceiling": "estimate_ceiling",
@@ -24,6 +25,12 @@ TABLES = {
     "oracle": ("oracle",),
     "kernels": ("kernels",),
     "builders": ("builders",),
+    "families": ("families",),
+}
+# probe -> why no job of a suite makes it, and the script that does
+BY_HAND = {
+    "builders": ("no job times builders", "bench_builders"),
+    "families": ("no job trains another family", "compare_families"),
 }
 PARTS = ("target", "drafter", "weaver")
 
@@ -36,10 +43,9 @@ def planned(config: dict) -> list[str]:
 
 def why_not(probe: str, config: dict) -> str:
     """Return why a suite cannot run a probe, with the remedy; empty when it can."""
-    if probe == "builders":
-        return (
-            f"no job times builders; run workflows/scripts/bench_builders.py --out results/{config['suite']}/builders"
-        )
+    if probe in BY_HAND:
+        why, script = BY_HAND[probe]
+        return f"{why}; run workflows/scripts/{script}.py --out results/{config['suite']}/{probe}"
     if config.get(probe) is None:
         return f"{probe} is null in the config; give its settings"
     if probe == "kernels":

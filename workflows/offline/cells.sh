@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # cells.sh SUITE [WEIGHTS] [WORKERS]: the untimed cells of RUN/results/SUITE/plan.json, WORKERS processes a card (default 6).
-# With WEIGHTS (a family's folder) those replace the plan's, under the suite's name SUITE-<folder's name>.
+# With WEIGHTS (a family's folder) those replace the plan's, under the suite's name SUITE-<folder's name>, for METHODS
+# (comma-separated; default: all).
 . workflows/offline/common.sh
 QUEUE=$RUN/queue-$$; mkdir -p "$QUEUE/taken"
-python3 workflows/offline/queue_cells.py --plan "$RUN/results/$1/plan.json" ${2:+--weights "$2"} --run "$RUN" --out "$QUEUE" || exit 1
+python3 workflows/offline/queue_cells.py --plan "$RUN/results/$1/plan.json" ${2:+--weights "$2"} ${METHODS:+--methods "$METHODS"} \
+  --run "$RUN" --out "$QUEUE" || exit 1
 worker() {
   local list
   while list=$(ls "$QUEUE"/*.json 2> /dev/null | head -n 1) && [ -n "$list" ]; do

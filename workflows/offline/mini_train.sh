@@ -33,4 +33,4 @@ for stage in $STAGES; do  # processes of their own: each gives the card's memory
     >> "$RUN/log/mini-$SEED.log" 2>&1 || { say "mini $SEED: $stage failed"; tail -n 5 "$RUN/log/mini-$SEED.log"; exit 1; }
 done
 say "mini $SEED: done"
-tar -C "$RUN_OF" -cf "$OUT/mini-$SEED.tar" weights
+tar -C "$RUN_OF" -cf "$OUT/mini-$SEED.tar" weights train.yaml

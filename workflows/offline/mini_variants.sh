@@ -6,7 +6,7 @@ variant() {  # name, d_rank, answers
   local out=$RUN/variants/$1
   mkdir -p "$out/weights" "$out/sample"
   cp -r "$RUN/mini-$SEED/weights/target" "$RUN/mini-$SEED/weights/drafter" "$out/weights/"
-  python3 - "$RUN/mini-$SEED/sample/samples.npz" "$out" "$2" "$3" <<'P' || return 1
+  python3 - "$RUN/mini-$SEED/sample/samples.npz" "$out" "$2" "$3" "$SEED" <<'P' || return 1
 import sys
 from pathlib import Path
 
@@ -22,6 +22,7 @@ kept = [kept[at * len(kept) // count] for at in range(count)] + [row for row in 
 Samples.join(kept).save(out / "sample/samples.npz")
 config = yaml.safe_load(Path("workflows/config/train_mini.yaml").read_text())
 config["weaver"]["model"]["d_rank"], config["weaver"]["train"]["steps"] = rank, 2000
+config["sample"]["conversations"], config["seed"] = count, int(sys.argv[5])
 (out / "train.yaml").write_text(yaml.safe_dump(config))
 P
   python3 -m tfm.train.run --config "$out/train.yaml" --out "$out" --device cuda --stages weaver > "$RUN/log/$1.log" 2>&1
@@ -32,4 +33,4 @@ for named in "d512-a24576 512 24576" "d128-a24576 128 24576" "d1024-a24576 1024 
   variant $named &
 done
 wait
-tar -C "$RUN" -cf "$OUT/variants.tar" --exclude samples.npz variants
+tar -C "$RUN" -czf "$OUT/variants.tar.gz" --exclude samples.npz --exclude target --exclude drafter variants

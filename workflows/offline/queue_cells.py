@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", type=Path, help="a family's folder in place of the plan's: headline at T = 1 alone"
     )
+    parser.add_argument("--methods", help="comma-separated, with --weights: these alone")
     parser.add_argument("--run", type=Path, required=True, help="folder whose results/ the cells go to")
     parser.add_argument("--out", type=Path, required=True, help="folder of the lists")
     options = parser.parse_args()
@@ -31,6 +32,8 @@ def main() -> None:
     cells = [cell for cell in cells if cell["clock"] == "off"]
     if options.weights:
         cells = [cell for cell in cells if (cell["part"], cell["setting"], cell["seed"]) == ("headline", "t1", 0)]
+        methods = options.methods.split(",") if options.methods else None
+        cells = [cell for cell in cells if methods is None or cell["decode"]["method"] in methods]
         old = cells[0]["suite"]
         suite = f"{old}-{options.weights.parent.name}"
         prompts = options.run / "results" / suite / "prompts"

@@ -2,6 +2,7 @@
 
 import arms
 import builder_tables
+import family_tables
 import probe_tables
 import tables
 
@@ -20,6 +21,7 @@ TITLES = {
     "ceiling_claims": "Acceptance ceiling: the paper's claims as questions",
     "kernels": "GDN tree verification, microseconds a layer",
     "builders": "Builders at the same contexts, and their share of the oracle tree",
+    "families": "Families trained apart: another seed, other weavers",
     "sanity": "What a reader should doubt",
     "controls": "Controls of the timing",
     "arms": "How each method was run",
@@ -68,6 +70,12 @@ NOTES["builders"] = (
     "that over the best tree of the budget, which no method passes; faster_than_heap: the sequential heap's time over "
     "this one's; same_nodes_as_heap: share of contexts with the heap's nodes."
 )
+NOTES["families"] = (
+    "metric: tau of a method, or a ratio of accepted drafts a step; over_shipped: the number over the shipped one's, "
+    "of tau with both families' prompts resampled together; inside: whether it lies in the shipped number's interval. "
+    "answers, d_rank, weaver_steps: what the weaver was trained on and its width; drafter_chain, weaver_alpha: last "
+    "validation. A weaver's variant keeps the target and drafter of the seed that it names."
+)
 PROBE_TABLES = [name for names in probes.TABLES.values() for name in names]
 NOTES["sanity"] = (
     "One row a check over all records, its worst value and the limit above which it is flagged (the first "
@@ -90,7 +98,8 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     if name in PROBE_TABLES:
         config = data.config
         where = f"Suite {config['suite']}, target {config['family']}{_weights(config)}."
-        said = builder_tables.notes(data) if name == "builders" else probe_tables.notes(name, data)
+        notes = {"builders": builder_tables.notes, "families": family_tables.notes}
+        said = notes[name](data) if name in notes else probe_tables.notes(name, data)
         return " ".join(filter(None, [f"{TITLES[name]}. {NOTES[name]}", where, said]))
     config, requests = data.config, data.requests
     devices = " + ".join(sorted(requests["device_name"].unique())) or "no device"

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import builder_tables
 import controls
+import family_tables
 import pandas as pd
 import sanity
 import tables
@@ -32,6 +33,7 @@ def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
         **_controls(frames["controls"]),
         **_definitions(data),
         **builder_tables.values(frames["builders"], data.config["budget"]),
+        **family_tables.values(frames["families"]),
         "suite_seconds": _entry(seconds, "value", "s in which at least one cell ran"),
         "cells": _entry({"value": count, "n": count}, "value", "cells"),
     }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import arms
 import builder_tables
 import controls
+import family_tables
 import pandas as pd
 import probe_tables
 import sanity
@@ -220,6 +221,7 @@ TABLES = {
     "controls": controls.controls,
     "arms": arms.arms,
     "builders": builder_tables.builders,
+    "families": family_tables.families,
 }
 
 
