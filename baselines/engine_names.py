@@ -11,7 +11,8 @@ REFERENCE, STATIC = "torch", "torch-static"
 # serving engines -> the package with their flags and runner; sglang-paper has the paper's own, unequal launch flags
 SERVED = {"sglang": "baselines.sglang", "sglang-paper": "baselines.sglang", "vllm": "baselines.vllm"}
 ENGINES = (REFERENCE, STATIC, *SERVED)
-FORMS = ("torch", "fast")  # of the static engine: PyTorch's, or Triton, graphs and measured products
+# of the static engine: PyTorch's; Triton, graphs, measured products, prefill in chunks; the same without the chunks
+FORMS = ("torch", "fast", "fast-whole-prefill")
 STATIC_RULES = ("greedy", "target_only")
 SERVED_METHODS = ("ar", "dflash", "ddtree", "dartree", "tfm")
 STATIC_METHODS = (*SERVED_METHODS, "adaptive")  # the others' proposers wait for the host
@@ -90,9 +91,9 @@ def source_of(cell: dict) -> str:
         return source_digest(method, gdn_backend=backend)
     modules = ["baselines.static_methods", "tfm.engine.loop", method.partition(":")[0]]
     static = importlib.import_module("baselines.static_methods")
-    own = static.STATIC_FACTORIES | (static.FAST_FACTORIES if cell["forms"] == "fast" else {})
+    own = static.STATIC_FACTORIES | (static.FAST_FACTORIES if cell["forms"] != "torch" else {})
     modules += [own[name].partition(":")[0] for name in (cell["decode"]["method"],) if name in own]
-    if cell["forms"] == "fast":
+    if cell["forms"] != "torch":
         modules += [f"tfm_kernels.{name}_triton" for name in ("tree_attention", "rows", "sampling", "linear")]
         modules += ["tfm_kernels.best_first_triton"] if cell["decode"]["method"] == "ddtree" else []
     if backend == "fused_cuda":

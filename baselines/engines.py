@@ -33,7 +33,9 @@ def _static_loop(cell: dict, models: Models, config: DecodeConfig, longest: int)
     forms_module, loop, methods = (
         importlib.import_module(name) for name in ("tfm.engine.forms", "tfm.engine.loop", "baselines.static_methods")
     )
-    forms = forms_module.Forms.fast() if cell["forms"] == "fast" else forms_module.Forms()
+    forms = forms_module.Forms() if cell["forms"] == "torch" else forms_module.Forms.fast()
+    if cell["forms"] == "fast-whole-prefill":
+        forms = dataclasses.replace(forms, prefill=forms_module.TORCH)
     engine = loop.Engine(
         models,
         config,

@@ -73,7 +73,8 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
         raise ValueError(f"seed: {seed!r} is not allowed (allowed: an integer >= 0); write seed0, seed1, ...")
     seed = int(seed)
     in_headline = replace(parsed, again=False) in headline(config)
-    timed = parsed.staged or (config["timed"] and in_headline and seed == config["seeds"][0])
+    timed = parsed.staged or config["timed"] == "all"
+    timed = timed or (config["timed"] and in_headline and seed == config["seeds"][0])
     decode = _settings(config, parsed, temperature=temperature, seed=seed, requests=1 if timed else config["requests"])
     digests = weight_digests(config) if digests is None else digests
     parts = ("target", *METHODS[decode.method].parts_for(decode))

@@ -40,7 +40,7 @@ def plan(tmp_path_factory):
 
 
 def options(out, **more):
-    given = {"list": out / "plan.json", "out": out, "commit": "test", "part": None, "seconds": None}
+    given = {"list": out / "plan.json", "out": out, "commit": "test", "part": None, "seconds": None, "again": False}
     return argparse.Namespace(**{**given, **more})
 
 
@@ -86,3 +86,75 @@ def test_what_is_done_is_not_decoded_again_and_parts_share_the_groups(plan):
     assert [found["groups"] for found in counts] == [2, 1]
     assert sum(found["prompts"] for found in counts) == 12
     assert all(is_whole(out / cell["path"]) for cell in cells)
+
+
+def renewed(plan):
+    """The plan's options, with no cell done and nothing noted."""
+    out, cells, _ = plan
+    for file in [*out.glob("results/nano/claims/*.failed.json"), *(out / cell["path"] / "cell.json" for cell in cells)]:
+        file.unlink(missing_ok=True)
+    return options(out)
+
+
+def test_a_process_that_comes_later_takes_what_is_left(plan):
+    import run_paired
+
+    given, (out, cells, _) = renewed(plan), plan
+    first, *others = run_paired.groups_of(cells)
+    claims = run_paired.Claims(out / "results/nano/claims")
+    with claims.take(first) as is_mine:
+        assert is_mine
+        with claims.take(first) as is_mine_too:
+            assert not is_mine_too
+        found = run_paired.run(given)
+        assert (found["prompts"], found["left"]) == (sum(map(len, others)) * 3, len(first))
+    assert run_paired.run(given) == {"groups": 3, "prompts": 3 * len(first), "left": 0, "failed": {}}
+
+
+def test_a_cell_that_fails_stops_no_other_and_is_not_tried_again(plan, monkeypatch):
+    import run_paired
+
+    given, decode = renewed(plan), run_paired.Runner.decode
+
+    def breaks(self, prompt, detokenise):
+        if (self.cell["decode"]["method"], self.cell["seed"], prompt.id) == ("tfm", 0, "q1"):
+            raise RuntimeError("broken")
+        return decode(self, prompt, detokenise)
+
+    monkeypatch.setattr(run_paired.Runner, "decode", breaks)
+    found = run_paired.run(given)
+    ((path, reason),) = found["failed"].items()
+    assert "/tfm" in path and reason == "RuntimeError: broken" and found["left"] == 1
+    monkeypatch.setattr(run_paired.Runner, "decode", decode)
+    assert run_paired.run(given)["left"] == 1
+    given.again = True
+    assert run_paired.run(given)["left"] == 0
+
+
+def test_an_error_of_the_device_ends_the_process_and_the_next_one_goes_on(plan, monkeypatch):
+    import run_paired
+
+    given, open_cell = renewed(plan), run_paired._open
+
+    def breaks(cell, *arguments):
+        if cell["decode"]["method"] == "tfm" and cell["seed"] == 0:
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+        return open_cell(cell, *arguments)
+
+    monkeypatch.setattr(run_paired, "_open", breaks)
+    with pytest.raises(run_paired.DeviceFailed, match="illegal memory access"):
+        run_paired.run(given)
+    assert run_paired.run(given)["left"] == 1
+
+
+def test_what_matters_most_comes_first():
+    import run_paired
+
+    def cell(part, setting, seed, budget=64):
+        where = {name: "x" for name in ("suite", "target", "dataset", "variant", "path")}
+        settings = {"part": part, "setting": setting, "seed": seed, "decode": {"budget": budget}}
+        return {**where, **settings, "clock": "wall", "traced": False}
+
+    wanted = [cell("headline", "t1", 0), cell("headline", "t1", 1), cell("headline", "t0", 0), cell("stages", "t1", 0)]
+    wanted += [cell("budgets", "t1", 0, 8), cell("budgets", "t1", 0, 16), cell("widths", "t1", 0)]
+    assert run_paired.groups_of(wanted[::-1]) == [[one] for one in wanted]

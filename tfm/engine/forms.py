@@ -24,7 +24,7 @@ class Forms:
     @staticmethod
     def fast() -> "Forms":
         """Return the forms for a GPU."""
-        return Forms(graphs=True, ahead=True, **{name: TRITON for name in _names()})
+        return Forms(graphs=True, ahead=True, prefill=CHUNKS, **{name: TRITON for name in _names()})
 
     def check(self, device) -> "Forms":
         """Return self, or raise ValueError naming the form that `device` or this environment cannot run."""

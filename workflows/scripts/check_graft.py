@@ -19,7 +19,7 @@ from baselines.static_methods import make_static_proposer
 from tfm import device, graft_shape
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, Step, decode
-from tfm.engine.forms import CHUNKS, TORCH, Forms
+from tfm.engine.forms import TORCH, Forms
 from tfm.engine.loop import Engine
 from tfm.manifest import write_json
 from tfm.prompt_sources import load_prompt_set
@@ -250,8 +250,7 @@ def static_run(models: Models, settings: DecodeConfig, prompts: list[Prompt]) ->
     if where.type == "cuda":
         # solve_triangular may leave the stream that is captured; float32 rows of 256 overfill the attention's tiles
         is_low = dtype == torch.bfloat16
-        forms = replace(Forms.fast(), prefill=CHUNKS)
-        forms = forms if is_low else replace(forms, attention=TORCH)
+        forms = Forms.fast() if is_low else replace(Forms.fast(), attention=TORCH)
         settings = replace(settings, gdn_backend="fused_cuda" if is_low else "recurrent_triton")
     parts = METHODS[settings.method].parts_for(settings)
     models = Models(

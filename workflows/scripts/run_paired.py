@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import fcntl
 import gc
+import hashlib
 import json
 import logging
 import sys
@@ -40,10 +42,14 @@ Reads resolved cells (a plan.json, or JSON lines) and the prompt files under --o
 under --out at the path the cell names: the files that decode_cell.py writes, skipping cells that are there, whole and
 of this code. Cells of one set, setting, seed and clock stand side by side: every prompt is decoded by each of them in
 turn, the order reversed at every second prompt, so that a drift of the machine reaches all alike. The models are loaded
-once for all cells that share them. On a machine with two cards, start one process a card with --part 1/2 and 2/2.
-Last line of stdout: one JSON object. Exit 1 if a cell failed.
+once for all cells that share them. What matters most comes first: the headline's first seed at T = 1, its other seeds,
+T = 0, stages, sweeps. Processes beside each other (one a card, started whenever a card is free) share the list: each
+takes the next group that nobody holds. A cell that failed is noted and left out of later calls, unless --again. Last
+line of stdout: one JSON object. Exit 1 if a cell failed, 3 if the device failed with it: call again to go on.
 """
 PARTS = ("drafter", "weaver")
+ORDER = ("headline", "stages")  # other parts follow
+DEVICE_FAILED = 3
 logger = logging.getLogger("run_paired")
 
 
@@ -52,6 +58,7 @@ class Runner:
     """A cell under way: its records so far and the loop that decodes its prompts."""
 
     cell: dict
+    path: str  # of the cell in its suite
     writer: CellWriter
     config: object
     prompts: list[Prompt]
@@ -90,7 +97,7 @@ class Shared:
 
     def loop(self, cell: dict, config):
         """Return the loop of a cell; cells of other sets with the same settings share it."""
-        now = (_family(cell), cell["setting"], cell["seed"])
+        now = (_family(cell), *round_of(cell))
         if now != self._round:
             # graphs hold their memory until they go
             self._loops, self._round = {}, now
@@ -131,33 +138,107 @@ def _family(cell: dict) -> str:
     return json.dumps([cell["weights"]["target"], cell["weights_sha256"]["target"], cell["dtype"], graft])
 
 
+def round_of(cell: dict) -> tuple:
+    """Return what cells share whose loops are kept: those of a sweep's other points have memory of their own."""
+    part = cell.get("part", ORDER[0])
+    point = cell["decode"]["budget"] if part == "budgets" else None
+    return part, cell["setting"], cell["seed"], point
+
+
+def rank(cell: dict) -> tuple:
+    """Return where a cell stands: part, T = 1 first, seed; of T = 1 all seeds come before T = 0."""
+    part, setting, seed, point = round_of(cell)
+    order = ORDER.index(part) if part in ORDER else len(ORDER)
+    return order, setting != "t1", setting, seed, part, point or 0
+
+
 def groups_of(cells: list[dict]) -> list[list[dict]]:
-    """Return cells that are decoded side by side, all groups of a setting and seed in a row, which share their loops.
+    """Return cells that are decoded side by side, what matters most first; groups that share loops stand in a row.
 
     Traced and untimed cells stand alone.
     """
     groups: dict[tuple, list[dict]] = {}
     for cell in cells:
-        key = tuple(cell[name] for name in ("suite", "target", "dataset", "setting", "seed", "clock", "traced"))
+        key = tuple(cell[name] for name in ("suite", "target", "dataset", "clock", "traced")) + round_of(cell)
         alone = () if cell["clock"] == "wall" else (cell["variant"],)
         groups.setdefault(key + alone, []).append(cell)
-    return sorted(groups.values(), key=lambda group: (group[0]["setting"], group[0]["seed"]))
+    return sorted(groups.values(), key=lambda group: rank(group[0]))
 
 
-def run_group(group: list[dict], shared: Shared, options, where: torch.device) -> int:
-    """Decode the cells of one group side by side; returns how many prompts were decoded."""
+class Claims:
+    """Who decodes which group, and which cells failed, in a folder that the processes of a suite share.
+
+    A claim is a lock, which goes with its process; failures are files named after the cell and its digest.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def take(self, group: list[dict]):
+        """Yield whether the group is this process's for the block; it is not while another one holds it."""
+        with open(self._folder / f"{self._name(group[0]['path'])}.lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def note(self, cell: dict, digest: str, error: str) -> None:
+        """Note that a cell of this digest failed."""
+        manifest.write_json(self._failure(cell, digest), {"cell": cell["path"], "error": error})
+
+    def has_failed(self, cell: dict, digest: str) -> bool:
+        return self._failure(cell, digest).exists()
+
+    def _failure(self, cell: dict, digest: str) -> Path:
+        return self._folder / f"{self._name(cell['path'] + digest)}.failed.json"
+
+    @staticmethod
+    def _name(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class DeviceFailed(RuntimeError):
+    """The device refuses all further work of this process."""
+
+
+def run_group(group: list[dict], shared: Shared, options, where: torch.device, failed: dict) -> int:
+    """Decode the cells of one group side by side; returns how many prompts were decoded.
+
+    A cell that fails is put into `failed` (path -> reason) and the others go on. Raises DeviceFailed for an error after
+    which the device does nothing more.
+    """
+    decoded = 0
     with contextlib.ExitStack() as stack:
-        runners = [_open(cell, shared, options, where, stack) for cell in group]
+        runners = [_try(cell["path"], failed, _open, cell, shared, options, where, stack) for cell in group]
+        runners = [runner for runner in runners if runner is not None]
         detokenise = load_tokenizer(group[0]["weights"]["target"]).decode
         span = CardSpan(where)
         span.start()
-        for number, prompt in enumerate(runners[0].prompts):
+        for number, prompt in enumerate(runners[0].prompts if runners else ()):
             for runner in runners[:: -1 if number % 2 else 1]:
-                runner.decode(prompt, detokenise)
+                if runner.path not in failed:
+                    _try(runner.path, failed, runner.decode, prompt, detokenise)
+                    decoded += runner.path not in failed
         clocks = span.end()
         for runner in runners:
-            runner.finish(options.commit, clocks, where)
-    return len(runners[0].prompts) * len(runners)
+            if runner.path not in failed:
+                runner.finish(options.commit, clocks, where)
+    return decoded
+
+
+def _try(path: str, failed: dict, call, *arguments):
+    try:
+        return call(*arguments)
+    except Exception as error:  # the other cells are still worth the machine's time; the exit status tells
+        failed[path] = f"{type(error).__name__}: {error}"[:500]
+        logging.exception("%s failed", path)
+        if "CUDA" in str(error) and not isinstance(error, (ValueError, torch.OutOfMemoryError)):
+            raise DeviceFailed(failed[path]) from error
+        return None
 
 
 def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Runner:
@@ -181,33 +262,44 @@ def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Ru
         "resumed_requests": len(writer.done),
         "rerun": rerun_command(place),
     }
-    return Runner(cell, writer, config, prompts, run, facts, start, CardSpan(where))
+    return Runner(cell, place.as_posix(), writer, config, prompts, run, facts, start, CardSpan(where))
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Run the groups in the order of the list; a failed one is reported and the next one starts."""
+    """Run the groups that nobody holds, in the order of `groups_of`, until nothing is left to take."""
     cells = read_cells(options.list)
     groups = part_of(groups_of(cells), options.part)
     device.make_deterministic(threads=cells[0]["threads"])
     deadline = time.time() + options.seconds if options.seconds else float("inf")
     files = {prompts_file(cell, options.out) for cell in cells}
     longest = max(len(row.tokens) for file in files for row in read_prepared(file))
-    failed, decoded = {}, 0
+    claims, failed, decoded = Claims(options.out / f"results/{cells[0]['suite']}/claims"), {}, 0
     with device.claim(device.check_device(cells[0]["device"])) as where:
-        shared = Shared(cells, longest, where)
-        for group in groups:
-            group = [cell for cell in group if not is_done(cell, options.out)]
-            if not group or time.time() > deadline:
-                continue
-            name, start = "/".join(group[0]["path"].split("/")[-4:]), time.time()
-            try:
-                decoded += run_group(group, shared, options, where)
-            except Exception as error:  # the other groups are still worth the machine's time; the exit status tells
-                logging.exception("%s failed", name)
-                failed[name] = f"{type(error).__name__}: {error}"
-            print(f"{name}: {len(group)} cells, {time.time() - start:.1f} s", file=sys.stderr, flush=True)
+        shared, took_any = Shared(cells, longest, where), True
+        while took_any:  # a group whose process died is free again
+            took_any = False
+            for group in groups:
+                with claims.take(group) as is_mine:
+                    left = [cell for cell in group if is_mine and _is_left(cell, claims, failed, options)]
+                    if not left or time.time() > deadline:
+                        continue
+                    took_any, start = True, time.time()
+                    try:
+                        decoded += run_group(left, shared, options, where, failed)
+                    finally:
+                        for cell in (cell for cell in left if cell["path"] in failed):
+                            claims.note(cell, digest_of(cell, prompts_file(cell, options.out)), failed[cell["path"]])
+                        name = "/".join(left[0]["path"].split("/")[-4:])
+                        seconds = f"{len(left)} cells, {time.time() - start:.1f} s"
+                        print(f"{name}: {seconds}", file=sys.stderr, flush=True)
     left = sum(not is_done(cell, options.out) for group in groups for cell in group)
     return {"groups": len(groups), "prompts": decoded, "left": left, "failed": failed}
+
+
+def _is_left(cell: dict, claims: Claims, failed: dict, options) -> bool:
+    if cell["path"] in failed or is_done(cell, options.out):
+        return False
+    return options.again or not claims.has_failed(cell, digest_of(cell, prompts_file(cell, options.out)))
 
 
 def main() -> int:
@@ -216,11 +308,16 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="folder that stands for the repository's root")
     parser.add_argument("--commit", required=True, help="commit of the code, recorded in every cell")
     parser.add_argument("--part", help="I/N: only the I-th of N parts of the groups, for N calls side by side")
+    parser.add_argument("--again", action="store_true", help="try cells again that failed in an earlier call")
     parser.add_argument("--seconds", type=float, help="start no further group after this long")
     parser.add_argument("--log", type=Path, help="file for the log (default: stderr)")
     options = parser.parse_args()
     logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    result = run(options)
+    try:
+        result = run(options)
+    except DeviceFailed as error:
+        print(json.dumps({"device_failed": str(error)[:500]}))
+        return DEVICE_FAILED
     print(json.dumps(result))
     return 1 if result["failed"] else 0
 
