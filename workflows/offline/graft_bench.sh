@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # graft_bench.sh: the static engine on one card: right or wrong, then times. LIMIT seconds in all (default 420, cut from the
-# end); SKIP="check early" leaves stages out. Needs RUN/results/graft/plan.json. Nothing else may run on that card.
+# end); SKIP="check early" leaves stages out; TFM_LAUNCHES=cuda or plain turns early launches off. Needs
+# RUN/results/graft/plan.json. Nothing else may run on that card.
 . workflows/offline/common.sh
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} OMP_NUM_THREADS=4
 LIMIT=${LIMIT:-420}; SKIP=${SKIP:-}; START=$(date +%s); export JSON=$RUN/graft-bench; mkdir -p "$JSON"
@@ -21,8 +22,9 @@ stage forms 90 bash -c "tests -n 4 tests/test_engine_triton.py" &
 stage engine 110 bash -c "tests -n 5 tests/test_engine_gpu.py" &
 stage check 200 python3 workflows/scripts/check_graft.py --plan "$RUN/results/graft/plan.json" --device cuda \
   --shallow-layers 16 --prompts 2 --max-new-tokens 20 --out "$JSON/check_graft.json" &
-for part in 0 1 2 3; do stage compile$part 100 bash -c "bench --stage compile --name compile$part --part $part/4" & done
+for part in 0 1 2 3 4 5; do stage compile$part 110 bash -c "bench --stage compile --name compile$part --part $part/6" & done
 wait
+tail -qn 1 "$OUT"/graft-forms.txt "$OUT"/graft-engine.txt "$OUT"/graft-check.txt 2> /dev/null | cut -c1-200
 # 2: early against plain launches, torch's products in both
 stage early 60 bash -c "bench --stage steps --name early --arms ar dflash tfm --variants all:fused_cuda all:fused_cuda:off:plain \
   --contexts 512 --steps 12 --rounds 4 --seconds 45"
