@@ -82,7 +82,8 @@ METHODS = {
 
 # list of a suite's config -> the field of DecodeConfig that it varies, and the methods that it varies it for
 SWEEPS = {
-    "budgets": ("budget", tuple(name for name, method in METHODS.items() if "budget" in method.knobs)),
+    # of adaptive a budget is only the most that it may choose
+    "budgets": ("budget", tuple(name for name in METHODS if "budget" in METHODS[name].knobs and name != "adaptive")),
     "widths": ("width", ("tfm",)),
     "dartree_widths": ("width", ("dartree",)),
     "candidate_counts": ("candidates", ("tfm",)),

@@ -79,7 +79,8 @@ def test_every_method_decodes_eight_prompts_a_set_and_sweeps_run_on_one(cells):
     assert {cell["decode"]["method"] for cell in headline} == {"ar", "dflash", "ddtree", "dartree", "tfm", "adaptive"}
     assert {cell["dataset"] for cell in cells if cell["part"] != "headline"} == {"sample-chat"}
     budgets = {cell["decode"]["budget"] for cell in cells if cell["decode"]["method"] == "tfm"}
-    assert budgets == {8, 16, 32, 64, 128}
+    assert budgets == {8, 16, 32, 64, 128} and {cell["clock"] for cell in cells} == {"wall", "stages"}
+    assert all(cell["decode"]["budget"] == 64 for cell in cells if cell["decode"]["method"] == "adaptive")
     assert len(GRAFT["real"]["datasets"]) == 4
 
 
