@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from engine_arms import ARMS, Arm, Variant, arm_config, mark, span_ms, synchronise
-from engine_shapes import SIZES, random_models, step_bytes
+from engine_shapes import SIZES, random_models, step_bytes, weight_bytes
 
 from tfm import device, manifest
 from tfm.gpu_meter import GpuMeter
@@ -57,6 +57,8 @@ class Bench:
         report |= {"sizes": dataclasses.asdict(sizes_of(options)), "arms": {}, "records": [], "errors": []}
         self.meter = make_meter(where, report)
         self.models = random_models(sizes_of(options), where)
+        parts = (self.models.target, self.models.drafter, self.models.weaver)
+        report["weights_gib"] = sum(map(weight_bytes, parts)) / 2**30
 
     def run(self) -> None:
         for number, (names, variants, contexts) in enumerate(groups_of(self.options)):
