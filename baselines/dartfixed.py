@@ -6,7 +6,8 @@ children of the nodes above; nothing is built that is not verified, and no selec
 
 from torch import Tensor
 
-from baselines.dartree import Supertree, checked_marginals
+from baselines.dartree import Supertree
+from baselines.scored import ScoredProposer, checked_marginals
 from tfm.builder import ConditionalScorer, make_scorer
 from tfm.clock import OFF, Clock
 from tfm.config import DecodeConfig
@@ -52,27 +53,10 @@ def build_fixed(
         return supertree.best_prefixes(budget, 0.0)
 
 
-class FixedProposer:
+class FixedProposer(ScoredProposer):
     """Drafts `budget` nodes dealt out over the depths."""
 
-    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
-        self._config, self._scorer = config, scorer
-
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            return build_fixed(
-                marginals,
-                self._scorer,
-                context.roots,
-                target_hidden=context.target_hidden,
-                budget=config.budget,
-                children=config.children,
-                depth=config.depth or marginals.tokens.shape[1],
-                clock=clock,
-            )
+    build = staticmethod(build_fixed)
 
 
 def make_proposer(config: DecodeConfig, models) -> FixedProposer:

@@ -11,10 +11,10 @@ under prefixes and are what a best-first heap over the supertree pops (the autho
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tfm.builder import ConditionalScorer, make_scorer, without_repeats
+from baselines.scored import ScoredProposer, best_prefixes, checked_marginals
+from tfm.builder import ConditionalScorer, make_scorer
 from tfm.clock import OFF, Clock
 from tfm.config import DecodeConfig, check_depth_bonus
 from tfm.marginals import Marginals
@@ -70,26 +70,7 @@ class Supertree:
         levels = [torch.full_like(level[0], depth) for depth, level in enumerate(self.levels)]
         depths = torch.cat(levels, dim=1)
         # the root is first whatever the bonus: nothing scores above 0, and it has the lowest number
-        best, nodes = (scores + depth_bonus * depths).sort(dim=-1, descending=True, stable=True)
-        best, nodes = best[:, : budget + 1], nodes[:, : budget + 1]
-        places = torch.zeros_like(depths)
-        places.scatter_(1, nodes, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
-        is_drafted = best > -torch.inf
-        is_drafted[:, 0] = False
-
-        def column(values: Tensor, empty, root=None) -> Tensor:
-            values = torch.where(is_drafted, values.gather(1, nodes), empty)
-            if root is not None:
-                values[:, 0] = root
-            return F.pad(values, (0, budget + 1 - values.shape[1]), value=empty)
-
-        return DraftTree(
-            tokens=column(tokens, 0, root=tokens[:, 0]),
-            parents=column(places.gather(1, parents.clamp(min=0)), -1),
-            depths=column(depths, 0),
-            log_probs=column(local, 0.0),
-            num_nodes=is_drafted.sum(1) + 1,
-        )
+        return best_prefixes(scores + depth_bonus * depths, tokens, parents, depths, local, budget=budget)
 
 
 def build_depthwise(
@@ -121,37 +102,13 @@ def build_depthwise(
         return supertree.best_prefixes(budget, depth_bonus)
 
 
-def checked_marginals(marginals: Marginals, depth: int) -> Marginals:
-    """Return marginals without repeats; raises ValueError for a depth without drafter rows."""
-    rows = marginals.tokens.shape[1]
-    if not 1 <= depth <= rows:
-        raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
-    return without_repeats(marginals)
-
-
-class DARTreeProposer:
+class DARTreeProposer(ScoredProposer):
     """Drafts the best `budget` prefixes of a supertree of `width` branches."""
 
-    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
-        self._config, self._scorer = config, scorer
+    build = staticmethod(build_depthwise)
 
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            return build_depthwise(
-                marginals,
-                self._scorer,
-                context.roots,
-                target_hidden=context.target_hidden,
-                budget=config.budget,
-                width=config.width or DEFAULT_WIDTH,
-                children=config.children,
-                depth=config.depth or marginals.tokens.shape[1],
-                depth_bonus=config.depth_bonus,
-                clock=clock,
-            )
+    def _options(self) -> dict:
+        return {"width": self._config.width or DEFAULT_WIDTH, "depth_bonus": self._config.depth_bonus}
 
 
 def make_proposer(config: DecodeConfig, models) -> DARTreeProposer:

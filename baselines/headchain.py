@@ -6,7 +6,8 @@ What the heads of Domino and DSpark draft in their own decoders.
 import torch
 from torch import Tensor
 
-from tfm.builder import ConditionalScorer, make_scorer, without_repeats
+from baselines.scored import checked_marginals
+from tfm.builder import ConditionalScorer, TreeProposer, make_scorer
 from tfm.clock import OFF, Clock
 from tfm.config import DecodeConfig
 from tfm.marginals import Marginals
@@ -27,10 +28,7 @@ def correct_chain(
     log_probs are normalised over the candidates; ties go to the lowest index of the given ones. Row 0 of each depth is
     the chain. Raises ValueError for a depth without drafter rows.
     """
-    rows = marginals.tokens.shape[1]
-    if not 1 <= depth <= rows:
-        raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
-    marginals = without_repeats(marginals)
+    marginals = checked_marginals(marginals, depth)
     with clock.stage("weaver_prefix"):
         scorer.begin(marginals, target_hidden, depth)
     with clock.stage("grow"):
@@ -63,20 +61,13 @@ def chain_of(corrected: Marginals, roots: Tensor) -> DraftTree:
     )
 
 
-class HeadChainProposer:
+class HeadChainProposer(TreeProposer):
     """Drafts the chain of `depth` tokens, all the drafter's rows when depth is None."""
 
-    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
-        self._config, self._scorer = config, scorer
+    def _build(self, marginals: Marginals, context, clock) -> DraftTree:
+        return chain_of(self._correct(marginals, context, clock), context.roots)
 
-    def propose(self, context, clock) -> DraftTree:
-        with clock.stage("draft"):
-            marginals = context.draft(self._config.candidates)
-        with clock.stage("build"):
-            return chain_of(self.correct(marginals, context, clock), context.roots)
-
-    def correct(self, marginals: Marginals, context, clock) -> Marginals:
-        """Return the marginals, corrected along the chain."""
+    def _correct(self, marginals: Marginals, context, clock) -> Marginals:
         return correct_chain(
             marginals,
             self._scorer,

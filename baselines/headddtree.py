@@ -6,25 +6,19 @@ that belong to another path: what DARTree corrects.
 
 from baselines.ddtree import build_best_first
 from baselines.headchain import HeadChainProposer
-from tfm.builder import ConditionalScorer, make_scorer
+from tfm.builder import make_scorer
 from tfm.config import DecodeConfig
+from tfm.marginals import Marginals
 from tfm.tree import DraftTree
 
 
-class HeadDDTreeProposer:
+class HeadDDTreeProposer(HeadChainProposer):
     """Drafts the best `budget` prefixes under the product of the laws along the chain."""
 
-    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
-        self._config, self._chain = config, HeadChainProposer(config, scorer)
-
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            # a candidate listed twice has no mass left, and DDTree keeps the first of a token
-            laws = self._chain.correct(marginals, context, clock)
-            return build_best_first(laws, context.roots, budget=config.budget, depth=laws.tokens.shape[1])
+    def _build(self, marginals: Marginals, context, clock) -> DraftTree:
+        # a candidate listed twice has no mass left, and DDTree keeps the first of a token
+        laws = self._correct(marginals, context, clock)
+        return build_best_first(laws, context.roots, budget=self._config.budget, depth=laws.tokens.shape[1])
 
 
 def make_proposer(config: DecodeConfig, models) -> HeadDDTreeProposer:

@@ -11,7 +11,8 @@ import heapq
 import torch
 from torch import Tensor
 
-from tfm.builder import ConditionalScorer, make_scorer, without_repeats
+from baselines.scored import ScoredProposer, checked_marginals
+from tfm.builder import ConditionalScorer, make_scorer
 from tfm.clock import OFF, Clock
 from tfm.config import DecodeConfig, check_depth_bonus
 from tfm.marginals import Marginals
@@ -64,11 +65,8 @@ def build_sequential(
 
     Requests take their steps together. Raises ValueError for a depth without drafter rows and for a bonus above 0.
     """
-    rows = marginals.tokens.shape[1]
-    if not 1 <= depth <= rows:
-        raise ValueError(f"depth: {depth} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower depth")
     check_depth_bonus(depth_bonus)
-    marginals = without_repeats(marginals)
+    marginals = checked_marginals(marginals, depth)
     with clock.stage("weaver_prefix"):
         scorer.begin(marginals, target_hidden, budget)
     with clock.stage("grow"):
@@ -124,28 +122,13 @@ def _tree(heaps: list[_Heap], budget: int, device) -> DraftTree:
     return DraftTree(token, parent, depth, local.float(), counts)
 
 
-class HeapProposer:
+class HeapProposer(ScoredProposer):
     """Drafts the best `budget` prefixes, one call of the head a node."""
 
-    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
-        self._config, self._scorer = config, scorer
+    build = staticmethod(build_sequential)
 
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            return build_sequential(
-                marginals,
-                self._scorer,
-                context.roots,
-                target_hidden=context.target_hidden,
-                budget=config.budget,
-                children=config.children,
-                depth=config.depth or marginals.tokens.shape[1],
-                depth_bonus=config.depth_bonus,
-                clock=clock,
-            )
+    def _options(self) -> dict:
+        return {"depth_bonus": self._config.depth_bonus}
 
 
 def make_proposer(config: DecodeConfig, models) -> HeapProposer:

@@ -7,9 +7,9 @@ whatever its width, so the tree gets closer to the sequential heap's, the best o
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from baselines.scored import ScoredProposer, best_prefixes
 from tfm.builder import ConditionalScorer, Growth, make_scorer, without_repeats
 from tfm.clock import OFF, Clock
 from tfm.config import DecodeConfig
@@ -57,50 +57,16 @@ def keep_best(tree: DraftTree, budget: int) -> DraftTree:
         total = torch.where(tree.depths == level, tree.log_probs + above, total)
     total = total.masked_fill(~tree.is_real, -torch.inf)
     # float32 sums: a child of log-probability -0 ties with its parent, which has the lower slot
-    best, nodes = total.sort(dim=-1, descending=True, stable=True)
-    best, nodes = best[:, : budget + 1], nodes[:, : budget + 1]
-    places = torch.zeros_like(tree.parents)
-    places.scatter_(1, nodes, torch.arange(nodes.shape[1], device=nodes.device).expand_as(nodes))
-    is_drafted = best > -torch.inf
-    is_drafted[:, 0] = False
-
-    def column(values: Tensor, empty, root=None) -> Tensor:
-        values = torch.where(is_drafted, values.gather(1, nodes), empty)
-        if root is not None:
-            values[:, 0] = root
-        return F.pad(values, (0, budget + 1 - values.shape[1]), value=empty)
-
-    return DraftTree(
-        tokens=column(tree.tokens, 0, root=tree.tokens[:, 0]),
-        parents=column(places.gather(1, tree.parents.clamp(min=0)), -1),
-        depths=column(tree.depths, 0),
-        log_probs=column(tree.log_probs, 0.0),
-        num_nodes=is_drafted.sum(1) + 1,
-    )
+    return best_prefixes(total, tree.tokens, tree.parents, tree.depths, tree.log_probs, budget=budget)
 
 
-class OvergrownProposer:
+class OvergrownProposer(ScoredProposer):
     """Drafts the best `budget` prefixes of a tree grown with `width` expansions a call."""
 
-    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
-        self._config, self._scorer = config, scorer
+    build = staticmethod(build_overgrown)
 
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            return build_overgrown(
-                marginals,
-                self._scorer,
-                context.roots,
-                target_hidden=context.target_hidden,
-                budget=config.budget,
-                width=config.width or DEFAULT_WIDTH,
-                children=config.children,
-                depth=config.depth or marginals.tokens.shape[1],
-                clock=clock,
-            )
+    def _options(self) -> dict:
+        return {"width": self._config.width or DEFAULT_WIDTH}
 
 
 def make_proposer(config: DecodeConfig, models) -> OvergrownProposer:

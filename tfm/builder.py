@@ -209,44 +209,62 @@ class Growth:
         )
 
 
-class TfmProposer:
-    """The paper's method: the drafter's marginals, conditioned by a weaver, grown into a tree."""
+class TreeProposer:
+    """Drafts marginals, then builds a tree from them: what all methods with a conditional head share."""
 
     def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
         self._config, self._scorer = config, scorer
+
+    def propose(self, context, clock) -> DraftTree:
+        with clock.stage("draft"):
+            marginals = context.draft(self._config.candidates)
+        with clock.stage("build"):
+            return self._build(marginals, context, clock)
+
+    def _build(self, marginals: Marginals, context, clock) -> DraftTree:
+        raise NotImplementedError
+
+
+class TfmProposer(TreeProposer):
+    """The paper's method: the drafter's marginals, conditioned by a weaver, grown into a tree."""
+
+    def __init__(self, config: DecodeConfig, scorer: ConditionalScorer):
+        super().__init__(config, scorer)
         self._width = config.width or default_width(config.budget)
         self.expansions = 0  # of the last tree
 
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            marginals = without_repeats(marginals)
-            with clock.stage("weaver_prefix"):
-                self._scorer.begin(marginals, context.target_hidden, config.budget + 1)
-            with clock.stage("grow"):
-                growth = Growth(
-                    marginals,
-                    self._scorer,
-                    context.roots,
-                    budget=config.budget,
-                    width=self._width,
-                    children=config.children,
-                    depth=config.depth or marginals.tokens.shape[1],
-                    siblings=self._draws(marginals, context) if config.siblings == "sampled" else None,
-                )
-                tree = growth.run()
+    def _build(self, marginals: Marginals, context, clock) -> DraftTree:
+        marginals = without_repeats(marginals)
+        with clock.stage("weaver_prefix"):
+            self._scorer.begin(marginals, context.target_hidden, self._config.budget + 1)
+        with clock.stage("grow"):
+            return self._grow(marginals, context)
+
+    def _grow(self, marginals: Marginals, context) -> DraftTree:
+        growth = self._growth(Growth, marginals, context)
+        tree = growth.run()
         self.expansions = growth.expansions
         return tree
 
-    def _draws(self, marginals: Marginals, context) -> SampledSiblings:
-        return SampledSiblings(
-            marginals.tokens,
-            seed=self._config.seed,
-            indices=context.indices,
-            root_positions=context.root_positions,
-            slots=self._config.budget + 2,
+    def _growth(self, kind: type[Growth], marginals: Marginals, context) -> Growth:
+        config, siblings = self._config, None
+        if config.siblings == "sampled":
+            siblings = SampledSiblings(
+                marginals.tokens,
+                seed=config.seed,
+                indices=context.indices,
+                root_positions=context.root_positions,
+                slots=config.budget + 2,
+            )
+        return kind(
+            marginals,
+            self._scorer,
+            context.roots,
+            budget=config.budget,
+            width=self._width,
+            children=config.children,
+            depth=config.depth or marginals.tokens.shape[1],
+            siblings=siblings,
         )
 
 

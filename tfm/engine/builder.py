@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tfm.adaptive import BudgetPolicy, Costs
-from tfm.builder import Growth, TfmProposer, count_expansions, default_width, make_scorer, without_repeats
+from tfm.builder import Growth, TfmProposer, count_expansions, make_scorer
 from tfm.config import DecodeConfig
 from tfm.engine.adaptive import StaticAdaptiveProposer
 from tfm.engine.forms import Forms
@@ -31,26 +31,14 @@ class PlannedGrowth(Growth):
         return self._tree()
 
 
-class StaticTfmProposer:
+class StaticTfmProposer(TfmProposer):
     """The paper's method with a growth that never waits for the device; `unfinished` [1] is that of the last tree."""
 
     unfinished: Tensor | None = None
 
     def __init__(self, config: DecodeConfig, scorer):
-        self._config, self._scorer = config, scorer
-        self._width = config.width or default_width(config.budget)
+        super().__init__(config, scorer)
         self.expansions = count_expansions(config.budget, self._width, config.children)
-
-    def propose(self, context, clock) -> DraftTree:
-        config = self._config
-        with clock.stage("draft"):
-            marginals = context.draft(config.candidates)
-        with clock.stage("build"):
-            marginals = without_repeats(marginals)
-            with clock.stage("weaver_prefix"):
-                self._scorer.begin(marginals, context.target_hidden, config.budget + 1)
-            with clock.stage("grow"):
-                return self._grow(marginals, context)
 
     def _grow(self, marginals: Marginals, context) -> DraftTree:
         raise NotImplementedError
@@ -59,20 +47,8 @@ class StaticTfmProposer:
 class PlannedTfmProposer(StaticTfmProposer):
     """The planned growth in PyTorch."""
 
-    _draws = TfmProposer._draws
-
     def _grow(self, marginals: Marginals, context) -> DraftTree:
-        config = self._config
-        growth = PlannedGrowth(
-            marginals,
-            self._scorer,
-            context.roots,
-            budget=config.budget,
-            width=self._width,
-            children=config.children,
-            depth=config.depth or marginals.tokens.shape[1],
-            siblings=self._draws(marginals, context) if config.siblings == "sampled" else None,
-        )
+        growth = self._growth(PlannedGrowth, marginals, context)
         tree = growth.run()
         self.unfinished = growth.unfinished
         return tree
