@@ -7,10 +7,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import yaml
 from workflow_runs import ROOT
 
 from baselines import suite
+from baselines.serving import keeper
+from baselines.serving.cell import Session
 from tfm.prompts import PreparedPrompt
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
@@ -75,3 +78,24 @@ def processes_of(word: str) -> list[int]:
         if word.encode() in text and not is_zombie and int(folder.name) != os.getpid():
             found.append(int(folder.name))
     return found
+
+
+def serve(cell, place, tmp_path, out="cell", count=3):
+    from serve_cell import run_cell
+
+    with Session(place) as session:
+        return run_cell(
+            on_cpu(cell), prompts=write_prompts(tmp_path, count), out=tmp_path / out, session=session, commit="test"
+        )
+
+
+def rows(tmp_path, kind, out="cell"):
+    return pq.read_table(tmp_path / out / f"{kind}.parquet").to_pylist()
+
+
+def nothing_runs(place) -> bool:
+    return not processes_of(str(place.folder)) and not (place.folder / "server.json").exists()
+
+
+def mark(place) -> str:
+    return f"{keeper.MARK}={json.loads((place.folder / 'server.json').read_text())['token']}"

@@ -5,55 +5,32 @@ over is an error that names the tensor, both shapes, the file and the remedy. We
 int8 rows with scales (tfm/quantise.py), and are loaded into the dtype asked for.
 """
 
-import json
 import logging
 import re
-import reprlib
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from tfm.drafter import Drafter, DrafterConfig
 from tfm.heads import HeadConfig, build_head
-from tfm.manifest import PACKED, unpacked, write_atomic, write_json
-from tfm.quantise import as_bfloat16, inexact_in_bfloat16, pack, unpack
+from tfm.manifest import write_atomic, write_json
+from tfm.quantise import as_bfloat16, inexact_in_bfloat16, pack
+from tfm.stored import CONFIG, INDEX, SINGLE, StoredTensors, listed, parse, read_config, read_pth, read_tensors
 from tfm.target import Target, TargetConfig
 from tfm.weaver import Weaver, WeaverConfig
 
 logger = logging.getLogger(__name__)
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TARGET_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 # vision towers, multi-token-prediction layers, and the rotary tables that old Llama files carry
 NOT_TEXT = re.compile(r"(^|\.)(visual|vision\w*|mtp)\.|\.rotary_emb\.inv_freq$")
 BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
-LISTED = 12  # names printed of a long list
 STORAGES = {"bfloat16": as_bfloat16, "int8": pack}
-
-
-@dataclass(frozen=True)
-class StoredTensors:
-    """Tensors of one checkpoint and the file each came from, under the same names."""
-
-    tensors: dict[str, Tensor]
-    files: dict[str, Path]
-
-    def describe(self, name: str) -> str:
-        """Return the shape of a tensor and the name of its file, as errors print them."""
-        return f"{tuple(self.tensors[name].shape)} in {self.files[name].name}"
-
-    def pick(self, sources: dict[str, str]) -> "StoredTensors":
-        """Return the tensors that `sources`, new name -> stored name, lists, under their new names."""
-        return StoredTensors(
-            {new: self.tensors[name] for new, name in sources.items()},
-            {new: self.files[name] for new, name in sources.items()},
-        )
 
 
 def write_tensors(directory: Path | str, tensors: dict[str, Tensor], config: dict, *, storage="bfloat16") -> None:
@@ -72,8 +49,8 @@ def load_target(directory: Path | str, *, device="cpu", dtype: torch.dtype = tor
     Vision, MTP and rotary-table tensors are skipped and their names logged.
     """
     directory = Path(directory)
-    config = _parse(TargetConfig.from_dict, _read_config(directory), directory)
-    stored = _read(directory)
+    config = parse(TargetConfig.from_dict, read_config(directory), directory)
+    stored = read_tensors(directory)
     skipped = sorted(name for name in stored.tensors if NOT_TEXT.search(name))
     if skipped:
         logger.info("%s: skipped %d tensors that are no text model: %s", directory, len(skipped), ", ".join(skipped))
@@ -93,10 +70,10 @@ def load_drafter(
     `swa_causal` replaces what config.json says of sliding layers (public ports disagree); None keeps it.
     """
     directory = Path(directory)
-    config = _parse(DrafterConfig.from_dict, _read_config(directory), directory / CONFIG)
+    config = parse(DrafterConfig.from_dict, read_config(directory), directory / CONFIG)
     if swa_causal is not None:
         config = replace(config, swa_causal=swa_causal).check()
-    renamed = _renamed(_read(directory), lambda name: name.removeprefix("model."), directory)
+    renamed = _renamed(read_tensors(directory), lambda name: name.removeprefix("model."), directory)
     return _fill(lambda: Drafter(config), renamed, directory, device, dtype)
 
 
@@ -107,8 +84,8 @@ def load_weaver(path: Path | str, *, device="cpu", dtype: torch.dtype = torch.fl
     of names when a match is missing or ambiguous.
     """
     path = _single_pth(Path(path))
-    raw, stored = (_read_config(path), _read(path)) if path.is_dir() else _read_pth(path)
-    config = _parse(WeaverConfig.from_dict, raw, path / CONFIG if path.is_dir() else path)
+    raw, stored = (read_config(path), read_tensors(path)) if path.is_dir() else read_pth(path)
+    config = parse(WeaverConfig.from_dict, raw, path / CONFIG if path.is_dir() else path)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in Weaver(config).state_dict().items()}
     matched = match_weaver_names(expected, split_fused(stored, path), path)
@@ -118,8 +95,8 @@ def load_weaver(path: Path | str, *, device="cpu", dtype: torch.dtype = torch.fl
 def load_head(directory: Path | str, *, device="cpu", dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return the correction head (tfm/heads.py) of a safetensors directory."""
     directory = Path(directory)
-    config = _parse(HeadConfig.from_dict, _read_config(directory), directory / CONFIG)
-    return _fill(lambda: build_head(config), _read(directory), directory, device, dtype)
+    config = parse(HeadConfig.from_dict, read_config(directory), directory / CONFIG)
+    return _fill(lambda: build_head(config), read_tensors(directory), directory, device, dtype)
 
 
 def save_target(target: Target, directory: Path | str, *, storage="bfloat16") -> None:
@@ -151,13 +128,13 @@ def export(source: Path | str, destination: Path | str) -> None:
     Raises ValueError, before anything is written, when a tensor is not exact in bfloat16.
     """
     source, destination = Path(source), Path(destination)
-    stored = _read(source)
+    stored = read_tensors(source)
     changed = inexact_in_bfloat16(stored.tensors)
     if changed:
         raise ValueError(
-            f"{source}: {_listed(changed)} would change in bfloat16; store rows with scales that are powers of two"
+            f"{source}: {listed(changed)} would change in bfloat16; store rows with scales that are powers of two"
         )
-    write_tensors(destination, stored.tensors, _read_config(source))
+    write_tensors(destination, stored.tensors, read_config(source))
     for path in sorted(source.glob("*.json")):
         if path.name not in (CONFIG, INDEX):
             shutil.copyfile(path, destination / path.name)
@@ -204,8 +181,8 @@ def match_weaver_names(expected: dict[str, tuple[int, ...]], stored: StoredTenso
     left = [f"{found} {stored.describe(found)}" for found in stored.tensors if found not in taken]
     if doubtful or absent or left:
         raise ValueError(
-            f"{where}: weaver tensors do not match. Ambiguous: {_listed(doubtful)}. Missing: {_listed(absent)}. "
-            f"Not understood: {_listed(left)}. Only the first released form is supported (learned positions, GELU "
+            f"{where}: weaver tensors do not match. Ambiguous: {listed(doubtful)}. Missing: {listed(absent)}. "
+            f"Not understood: {listed(left)}. Only the first released form is supported (learned positions, GELU "
             "MLP); take that file or rename the tensors"
         )
     return stored.pick(matched)
@@ -266,66 +243,12 @@ def _fill(build: Callable[[], nn.Module], stored: StoredTensors, where: Path, de
     ]
     if problems:
         raise ValueError(
-            f"{where}: {len(problems)} tensors do not fit the config. {_listed(problems, '; ')}. Restore the "
+            f"{where}: {len(problems)} tensors do not fit the config. {listed(problems, '; ')}. Restore the "
             "checkpoint, or use the config.json that belongs to it"
         )
     loaded = {name: tensor.to(device=device, dtype=dtype) for name, tensor in stored.tensors.items()}
     model.load_state_dict(loaded, assign=True)
     return model.requires_grad_(False).eval()
-
-
-def _read(directory: Path) -> StoredTensors:
-    stored = _read_files(directory)
-    tensors = unpack(stored.tensors, lambda name: str(stored.files[name]))
-    return StoredTensors(tensors, {name: stored.files[name] for name in tensors})
-
-
-def _read_files(directory: Path) -> StoredTensors:
-    if (directory / INDEX).is_file():
-        return _read_shards(directory)
-    files = [directory / SINGLE] if (directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
-    files = files or sorted(directory.glob(f"*{PACKED}"))
-    if len(files) != 1:
-        what = f"{len(files)} safetensors files but no {INDEX}" if files else "no safetensors file"
-        raise ValueError(f"{directory}: {what}; a checkpoint is {SINGLE}, or shards with {INDEX}: download it again")
-    tensors = _open_file(files[0])
-    return StoredTensors(tensors, dict.fromkeys(tensors, files[0]))
-
-
-def _read_shards(directory: Path) -> StoredTensors:
-    weight_map = _read_json(directory / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(x, str) for x in weight_map.values()):
-        raise ValueError(
-            f"{directory / INDEX}: weight_map: found {_brief(weight_map)}, expected an object from tensor names to "
-            "file names; download it again"
-        )
-    tensors, files = {}, {}
-    for shard in sorted(set(weight_map.values())):
-        listed = {name for name, file in weight_map.items() if file == shard}
-        if not (directory / shard).is_file():
-            raise ValueError(
-                f"{directory / shard}: missing, it holds {len(listed)} tensors ({_listed(listed)}); download it again"
-            )
-        found = _open_file(directory / shard)
-        for names, verb in ((listed - set(found), "are listed for"), (set(found) - listed, "are not listed for")):
-            if names:
-                raise ValueError(
-                    f"{directory / INDEX}: tensors {_listed(names)} {verb} {shard}; index and shards must be of one "
-                    "download, fetch both again"
-                )
-        tensors |= found
-        files |= dict.fromkeys(found, directory / shard)
-    return StoredTensors(tensors, files)
-
-
-def _open_file(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.name.endswith(PACKED):
-            return load(unpacked(path))
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-    except SafetensorError as error:
-        raise ValueError(f"{path}: damaged safetensors file ({error}); download it again") from error
 
 
 def _single_pth(path: Path) -> Path:
@@ -336,65 +259,6 @@ def _single_pth(path: Path) -> Path:
         names = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix in (".pth", ".safetensors")))
         raise ValueError(f"{path}: holds {names}; leave one weaver in the folder")
     return found[0]
-
-
-def _read_pth(path: Path) -> tuple[dict, StoredTensors]:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such weaver; give a .pth file or a safetensors directory")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip and torch errors alike
-        raise ValueError(f"{path}: not readable as plain tensors ({error}); take the released .pth file") from error
-    if not isinstance(content, dict) or not {"config", "state_dict"} <= set(content):
-        keys = sorted(map(str, content)) if isinstance(content, dict) else _brief(content)
-        raise ValueError(f"{path}: holds {keys}, expected the keys config and state_dict; take the released .pth file")
-    _check_pth(path, content)
-    tensors = dict(content["state_dict"])
-    return content["config"], StoredTensors(tensors, dict.fromkeys(tensors, path))
-
-
-def _check_pth(path: Path, content: dict) -> None:
-    for key in ("config", "state_dict"):
-        value = content[key]
-        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            raise ValueError(
-                f"{path}: {key}: found {_brief(value)}, expected a dictionary with names as keys; take the released "
-                ".pth file"
-            )
-    for name, value in content["state_dict"].items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"{path}: state_dict: {name}: found {_brief(value)}, expected a tensor; take the released .pth file"
-            )
-
-
-def _parse(read: Callable[[dict], object], raw: dict, where: Path):
-    try:
-        return read(raw)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    except (TypeError, AttributeError, OverflowError, KeyError) as error:
-        raise ValueError(
-            f"{where}: a value is of another type than its key takes ({type(error).__name__}: {error}); download it "
-            "again"
-        ) from error
-
-
-def _read_config(directory: Path) -> dict:
-    path = directory / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{path}: missing; give the directory of a checkpoint with its config.json")
-    return _read_json(path)
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # cut short, or not UTF-8
-        raise ValueError(f"{path}: damaged JSON file ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: found {_brief(content)}, expected an object; download it again")
-    return content
 
 
 def _text_name(name: str) -> str:
@@ -412,13 +276,3 @@ def _check_tied(stored: StoredTensors, where: Path) -> None:
             f"{stored.files['embed_tokens.weight'].name}, to which config.json ties it; set tie_word_embeddings to "
             "false there"
         )
-
-
-def _brief(value: object) -> str:
-    return f"{type(value).__name__} {reprlib.repr(value)}"
-
-
-def _listed(names: Iterable[str], separator: str = ", ") -> str:
-    names = sorted(names)
-    more = f"{separator}and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return (separator.join(names[:LISTED]) + more) or "none"
