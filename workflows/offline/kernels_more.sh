@@ -28,10 +28,10 @@ stage tests 90 bash -c "tests -n 3 tests/test_triton.py -k 'recurrent or bit_equ
 # 2: times, on a card that does nothing else
 stage bench 75 python3 $HERE/bench_more.py --out "$OUT" --commit "$COMMIT" ${SGLANG:+--sglang "$SGLANG"}
 # 3: shared memory: the committed kernels, then each handover's other form, to know what the tool follows
-race="compute-sanitizer --tool racecheck --racecheck-report analysis --print-limit 20 --launch-timeout 60"
-stage race 30 bash -c "$race python3 $HERE/sanitize.py verify deferred mixer --nodes 16 65"
-stage race 15 bash -c "$race python3 $HERE/sanitize.py verify --nodes 16 65 --kind all_lanes"
-stage race 15 bash -c "$race python3 $HERE/sanitize.py verify --nodes 16 65 --kind arrive"
+race() { compute-sanitizer --tool racecheck --racecheck-report analysis --print-limit 20 python3 $HERE/sanitize.py "$@" 2>&1; }
+export -f race
+stage race 60 bash -c "race verify --kind all_lanes > $RUN/log/race1.txt & race verify --kind arrive > $RUN/log/race2.txt &
+  race verify deferred mixer; wait; tail -n +1 $RUN/log/race[12].txt"
 # 4: what bounds the mixer and the deferred verify, at the paper's heads
 stage ncu 40 ncu --set full --clock-control none --launch-count 9 --print-details header \
   python3 $HERE/sanitize.py mixer deferred --nodes 65 --heads 16
