@@ -1,5 +1,6 @@
 """The plugin's own parts, without SGLang: settings, layouts, GDN layers from SGLang's slots, and a decode by them."""
 
+import contextlib
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -316,6 +317,16 @@ def test_a_depth_beyond_the_drafters_rows_is_refused_before_anything_loads(monke
 
     with pytest.raises(ValueError, match="depth: 16 .*1 to 15"):
         arguments.resolve(server_arguments(), handle_dflash)
+
+
+def test_a_tree_too_small_for_the_memory_that_sglang_reserves_is_refused(monkeypatch):
+    """Two trees behind the context must hold the drafter's block."""
+    for budget, is_refused in ((6, True), (7, False)):
+        monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": budget}))
+        server = server_arguments(speculative_dflash_block_size=16)
+        outcome = pytest.raises(ValueError, match="budget: 6 .*7 or more") if is_refused else contextlib.nullcontext()
+        with outcome:
+            arguments.resolve(server, lambda found: setattr(found, "speculative_num_draft_tokens", 16))
 
 
 def request(**more):

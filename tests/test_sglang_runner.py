@@ -7,11 +7,12 @@ import pyarrow.parquet as pq
 import pytest
 from fake_server import token
 from served import fake_python, fault, mark, nothing_runs, on_cpu, processes_of, resolved, rows, serve, write_prompts
-from workflow_runs import checkout, jobs, snakemake, write_tiny_family
+from workflow_runs import ROOT, checkout, jobs, snakemake, write_tiny_family
 
 from baselines.serving.cell import Place, Session
 from baselines.serving.wire import ServerError
 from baselines.sglang.flags import VERSION
+from baselines.sglang.runner import completed
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -231,6 +232,27 @@ def write_smi(tmp_path, monkeypatch) -> None:
     smi.write_text("#!/bin/sh\necho GPU-0123-fake-$$, NVIDIA Fake, 1000, 9.0, 580.1\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("family", ["nano", "mini"])
+def test_shipped_configs_say_what_sglang_does_not_derive(family, tmp_path):
+    folders = {part: ROOT / f"tfm/weights/{family}" / part for part in ("target", "drafter")}
+    found = completed(folders, tmp_path)
+    target, drafter = (json.loads((found[part] / "config.json").read_text()) for part in ("target", "drafter"))
+    layers = len(target["layer_types"])
+    every = [place for place in range(1, layers + 1) if place % target["full_attention_interval"] == 0]
+    assert every == [i + 1 for i, kind in enumerate(target["layer_types"]) if kind == "full_attention"]
+    assert drafter["num_target_layers"] == layers > max(drafter["dflash_config"]["target_layer_ids"])
+    assert {path.name for path in found["target"].iterdir()} == {path.name for path in folders["target"].iterdir()}
+    # what says it already stays where it is
+    assert completed(found, tmp_path) == {}
+
+
+def test_a_pattern_of_layers_that_sglang_has_no_word_for_is_named(tmp_path):
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": kinds, "num_hidden_layers": 4}))
+    with pytest.raises(ValueError, match="layer_types: .*every n-th layer.*another engine"):
+        completed({"target": tmp_path}, tmp_path)
 
 
 def test_arms_of_one_engine_differ_in_nothing_but_their_own_flags(weights):  # C081, C082

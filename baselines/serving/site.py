@@ -66,19 +66,32 @@ def probe(python: str, package: str, version: str, paths: dict[str, str]) -> Non
 
 def with_vocabulary(drafter: Path, target: Path, folder: Path) -> Path:
     """Return a drafter's folder whose config.json says its vocabulary, the target's: vLLM guesses where it does not."""
-    fields = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
-    if "vocab_size" in fields:
+    if "vocab_size" in read_config(drafter):
         return drafter
-    sizes = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    fields["vocab_size"] = (sizes.get("text_config") or sizes)["vocab_size"]
-    copy = Path(folder).resolve() / "checkpoints" / f"{drafter.name}-with-vocabulary"
+    return with_fields(drafter, {"vocab_size": text_sizes(target)["vocab_size"]}, folder)
+
+
+def with_fields(source: Path, fields: dict, folder: Path) -> Path:
+    """Return a checkpoint folder whose config.json also has `fields`: links to `source` beside a new config.json."""
+    copy = Path(folder).resolve() / "checkpoints" / f"{source.name}-with-{'-'.join(sorted(fields))}"
     copy.mkdir(parents=True, exist_ok=True)
-    for path in (path for path in drafter.iterdir() if path.name != "config.json"):
+    for path in (path for path in source.iterdir() if path.name != "config.json"):
         link = copy / path.name
         link.unlink(missing_ok=True)
         link.symlink_to(path)
-    write_atomic(copy / "config.json", json.dumps(fields, indent=1).encode())
+    write_atomic(copy / "config.json", json.dumps({**read_config(source), **fields}, indent=1).encode())
     return copy
+
+
+def read_config(folder: Path) -> dict:
+    """Return a checkpoint's config.json."""
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def text_sizes(folder: Path) -> dict:
+    """Return what a target's config.json says of its text model."""
+    config = read_config(folder)
+    return config.get("text_config") or config
 
 
 def checkpoint_folder(source: Path, folder: Path) -> Path:

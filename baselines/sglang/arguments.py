@@ -1,5 +1,7 @@
 """What a server of DFLASH_TFM may be started with, and what its arguments become."""
 
+import math
+
 from baselines.sglang.settings import Settings
 from baselines.sglang.shared_state import verify_topk
 
@@ -55,6 +57,12 @@ def make_algorithm() -> type:
 
             return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
 
+        def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+            """Width of a graph: the drafter's runner is asked with the tree's size, and drafts a block."""
+            from sglang.srt.runtime_context import get_server_args
+
+            return int(get_server_args().speculative_dflash_block_size) if is_draft_worker else num_draft_tokens
+
         def handle_server_args(self, server_args) -> None:
             from sglang.srt.arg_groups.speculative_hook import _handle_dflash
 
@@ -71,6 +79,11 @@ def resolve(server_args, handle_dflash) -> None:
     handle_dflash(server_args)
     block = int(server_args.speculative_num_draft_tokens)
     settings.decode_config(temperature=0.0, seed=0).check(block - 1)
+    if 2 * (settings.budget + 1) < block:
+        raise ValueError(
+            f"budget: {settings.budget} is not allowed with DFLASH_TFM (allowed: {math.ceil(block / 2) - 1} or more); "
+            f"SGLang reserves two trees behind the context, and the drafter's block of {block} has to fit"
+        )
     # another process gets these arguments, not this object: the worker reads the block here
     server_args.speculative_dflash_block_size = block
     server_args.speculative_num_draft_tokens = settings.budget + 1

@@ -124,8 +124,26 @@ def add_text_only_taps() -> None:
 
     def set_dflash_layers_to_capture(self, layer_ids):
         self.capture_aux_hidden_states = True
-        # SGLang counts the embedding as 0
-        self.model.set_dflash_layers_to_capture([place + 1 for place in layer_ids])
+        last = len(self.model.layers) - 1
+        # SGLang takes a layer's output where the next one starts, and counts the embedding as 0
+        self.model.set_dflash_layers_to_capture([place + 1 for place in layer_ids if place < last])
+        if last in layer_ids:
+            _tap_last_layer(self.model)
 
     if not hasattr(Qwen3_5ForCausalLM, "set_dflash_layers_to_capture"):
         Qwen3_5ForCausalLM.set_dflash_layers_to_capture = set_dflash_layers_to_capture
+
+
+def _tap_last_layer(body) -> None:
+    """Let a body return the output of its last layer too, behind the other taps: no layer starts after it."""
+    kept = []
+
+    def keep(norm, arguments):
+        kept[:] = [sum(x for x in arguments if x is not None)]
+
+    def append(body, arguments, output):
+        hidden, taps = output if isinstance(output, tuple) else (output, [])
+        return hidden, [*taps, *kept]
+
+    body.norm.register_forward_pre_hook(keep)
+    body.register_forward_hook(append)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baselines.serving.reply import Reply, Watcher
 from baselines.serving.server import Launch
-from baselines.serving.site import checkpoint_folder, make_site, probe
+from baselines.serving.site import checkpoint_folder, make_site, probe, read_config, text_sizes, with_fields
 from baselines.serving.wire import ServerError, get_json, stream
 from baselines.sglang.flags import VERSION, arguments
 from tfm.config import DecodeConfig
@@ -25,6 +25,7 @@ def launch(cell: dict, *, place, environment: dict[str, str]) -> Launch:
     probe(place.python, "sglang", VERSION, paths)
     server, weights = cell["server"], cell["weights"]
     folders = {part: checkpoint_folder(Path(folder), place.folder) for part, folder in weights.items()}
+    folders |= completed(folders, place.folder)
     command = [place.python, "-m", "sglang.launch_server", "--model-path", str(folders["target"])]
     if "drafter" in folders:
         command += ["--speculative-draft-model-path", str(folders["drafter"])]
@@ -37,6 +38,29 @@ def launch(cell: dict, *, place, environment: dict[str, str]) -> Launch:
         environment=tuple(sorted(variables.items())),
         cleared=CLEARED,
     )
+
+
+def completed(folders: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """Return the folders whose config.json lacks what SGLang does not derive itself, with copies in their places.
+
+    Raises ValueError for a pattern of layers that SGLang has no word for.
+    """
+    target, found = text_sizes(folders["target"]), {}
+    kinds = target.get("layer_types")
+    if kinds and "full_attention_interval" not in target and "linear_attention" in kinds:
+        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+        if kinds != ["linear_attention" if place % every else "full_attention" for place in range(1, len(kinds) + 1)]:
+            raise ValueError(
+                f"layer_types: {kinds} is not allowed with engine sglang (allowed: full_attention at every n-th "
+                "layer); choose another engine"
+            )
+        found["target"] = with_fields(folders["target"], {"full_attention_interval": every}, folder)
+    if "drafter" in folders:
+        drafter = read_config(folders["drafter"])
+        if "num_target_layers" not in {**drafter, **drafter.get("dflash_config", {})}:
+            layers = {"num_target_layers": target["num_hidden_layers"]}
+            found["drafter"] = with_fields(folders["drafter"], layers, folder)
+    return found
 
 
 def generate(

@@ -133,19 +133,21 @@ class TreeWorker(DFlashWorkerV2):
 
     def _step(self, batch, on_publish) -> GenerationBatchResult:
         grower, prefix = self.grower, batch.seq_lens
+        # a small tree has fewer rows than the drafter's block
+        width = max(grower.nodes, self.block_size)
         places = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=self.model_runner.req_to_token_pool.req_to_token,
             start_offset=prefix,
-            end_offset=prefix + grower.nodes,
+            end_offset=prefix + width,
             batch_size=1,
-            draft_token_num=grower.nodes,
+            draft_token_num=width,
             device=self.device,
         ).to(torch.int64)
         self._draft(batch, places)
         grower.context.root_positions.copy_(prefix)
         grower.build()
-        logits_output, can_run_cuda_graph = self._verify(batch, places)
+        logits_output, can_run_cuda_graph = self._verify(batch, places[: grower.nodes])
         request = batch.reqs[0]
         grower.accept(
             logits_output.next_token_logits,

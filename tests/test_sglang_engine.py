@@ -1,0 +1,126 @@
+"""The plugin inside SGLang 0.5.17's real scheduler, workers, attention backends and graph runners, on a CPU.
+
+One server a case, as the runner launches it, in a process of its own (sglang_cpu.py): its tokens and its counts are
+those of this project's own loop on the same weights. Needs SGLang's environment and is skipped without it.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from served import on_cpu, resolved
+from workflow_runs import ROOT
+
+from baselines.loading import load_models
+from baselines.methods import METHODS, resolve
+from baselines.serving.cell import Place
+from baselines.sglang import runner
+from tfm.config import DecodeConfig
+from tfm.decode import Models, Prompt, decode
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang is not installed; run these in its environment", allow_module_level=True)
+
+NANO = ROOT / "tfm/weights/nano"
+NEW, CONTEXT = 8, 64
+FIRST, SECOND = [10, 20, 30, 40, 50, 60, 70], [11, 21, 31, 300, 301, 302, 303, 304, 305, 306]
+# what the runner's flags say of a card's memory and kernels; the last word of a flag counts
+CPU = ["--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "512"]
+
+
+def cell_of(method: str, backend: str = "solve") -> dict:
+    """Return a cell of the shipped family; `backend` solve is no cell's, and is put into the plugin's settings."""
+    trees = {} if method == "ar" else {"budget": 12, "candidates": 64}
+    cell = on_cpu(resolved("sglang", method, weights=NANO, context=CONTEXT, max_new_tokens=NEW, **trees))
+    if cell["server"]["plugin"] is not None:
+        cell["server"]["plugin"] |= {"kernel": backend, "width": 3}
+    return cell
+
+
+def serve(cell: dict, batches: list[list[dict]], folder: Path) -> tuple[list[dict], dict]:
+    """Return the replies of each batch of requests, and how often each model's graph was replayed."""
+    launch = runner.launch(cell, place=Place(folder, sys.executable), environment={})
+    words = [*launch.command[launch.command.index("sglang.launch_server") + 1 :], *CPU]
+    (folder / "job.json").write_text(json.dumps({"words": words, "batches": batches}))
+    environment = {key: value for key, value in os.environ.items() if key not in launch.cleared}
+    environment |= {**dict(launch.environment), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/sglang_cpu.py", folder / "job.json"],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    replies = [json.loads(text) for word, _, text in lines if word == "REPLY"]
+    return replies, json.loads(next(text for word, _, text in lines if word == "REPLAYS"))
+
+
+def request(name: str, tokens: list[int], *, temperature=0.0, index=0, new=NEW, abort=None, **sampling) -> dict:
+    sampling |= {"temperature": temperature, "max_new_tokens": new, "ignore_eos": True}
+    return {
+        "id": name,
+        "tokens": tokens,
+        "abort": abort,
+        "sampling": {**sampling, "custom_params": {"tfm_index": index}},
+    }
+
+
+@cache
+def models() -> Models:
+    folders = {part: NANO / part for part in ("target", "drafter", "weaver")}
+    return load_models(folders, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def reference(cell: dict, tokens: list[int], *, temperature=0.0, index=0, new=NEW) -> tuple[list[int], list[int]]:
+    """Return the tokens of this project's own loop, and the drafts that each step accepted."""
+    method, plugin = cell["decode"]["method"], cell["server"]["plugin"] or {}
+    known = {field.name for field in dataclasses.fields(DecodeConfig)}
+    more = {key: value for key, value in plugin.items() if key in known}
+    more = {key: value for key, value in more.items() if key != "width" or method != "ddtree"}
+    config = DecodeConfig(method=method, temperature=temperature, seed=0, max_new_tokens=new, eos_tokens=(), **more)
+    parts, done = METHODS[method].parts_for(config), []
+    kept = Models(models().target, *(getattr(models(), p) if p in parts else None for p in ("drafter", "weaver")))
+    proposer = resolve(method)(config, kept)
+    decode([Prompt("p", index, tokens)], kept, config, proposer=proposer, on_finish=done.append)
+    return done[0].output_tokens, [step.accepted_untrimmed for step in done[0].steps]
+
+
+def check(reply: dict, cell: dict, tokens: list[int], *, temperature=0.0, **more) -> None:
+    """Tokens are the loop's, and greedy ones come in the loop's steps; a sampled first token is SGLang's own draw."""
+    if temperature:
+        first = reply["tokens"][0]
+        wanted, _ = reference(cell, [*tokens, first], temperature=temperature, new=NEW - 1, **more)
+        assert reply["tokens"] == [first, *wanted]
+    else:
+        wanted, accepted = reference(cell, tokens, **more)
+        assert reply["tokens"] == wanted
+        emitted = [1, *(number + 1 for number in accepted)]
+        assert reply["chunks"][:-1] == emitted[:-1] and reply["chunks"][-1] == len(wanted) - sum(emitted[:-1])
+        assert reply["histogram"] == [accepted.count(number) for number in range(max(accepted) + 1)]
+    assert reply["steps"] == len(reply["chunks"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"), [("ddtree", "solve"), ("tfm", "solve"), ("dartree", "solve"), ("ddtree", "recurrent")]
+)
+def test_a_tree_server_decodes_what_the_loop_decodes(method, backend, tmp_path):
+    """Greedy and sampled, through the replayed graphs of both models."""
+    cell = cell_of(method, backend)
+    asked = [request("greedy", FIRST), request("sampled", SECOND, temperature=1.0, index=5)]
+    (greedy, sampled), replays = serve(cell, [[one] for one in asked], tmp_path)
+    check(greedy["greedy"], cell, FIRST)
+    check(sampled["sampled"], cell, SECOND, temperature=1.0, index=5)
+    steps = greedy["greedy"]["steps"] + sampled["sampled"]["steps"]
+    assert replays == {"draft": steps, "target": steps}
+
+
+def test_an_autoregressive_server_is_not_changed_by_the_plugin(tmp_path):
+    (found,), replays = serve(cell_of("ar"), [[request("greedy", FIRST)]], tmp_path)
+    assert found["greedy"]["tokens"] == reference(cell_of("ar"), FIRST)[0]
+    assert found["greedy"]["chunks"] == [1] * NEW and replays == {"target": NEW - 1}
