@@ -126,7 +126,7 @@ def compare(cells: list[dict], shape: dict, prompts: list[Prompt], options, *, d
     source = load_models(weights, device=where, dtype=dtype)
     runs, wrong, expected, vocab = {}, [], {}, source.target.config.vocab_size
     for cell in cells:
-        settings, name = decode_config(cell, options, dtype), f"{cell['variant']} {cell['setting']}"
+        settings, name = decode_config(cell, options), f"{cell['variant']} {cell['setting']}"
         ours, theirs = (Run.of(models, settings, prompts, vocab) for models in (wide, source))
         ar = expected.setdefault(cell["setting"], ours.outputs)  # ar's cells come first
         found = {
@@ -153,11 +153,10 @@ def compare(cells: list[dict], shape: dict, prompts: list[Prompt], options, *, d
     return {"built": built, "runs": runs, "wrong": wrong, "peak_gib": peak_gib(where, before)}
 
 
-def decode_config(cell: dict, options, dtype: torch.dtype) -> DecodeConfig:
-    """Return a cell's settings for this check; in float32, and on a CPU, trees are verified in plain PyTorch."""
+def decode_config(cell: dict, options) -> DecodeConfig:
+    """Return a cell's settings for this check: the reference loop, of any type, verifies trees in plain PyTorch."""
     changed = {"max_new_tokens": options.max_new_tokens, "requests": 1, "stop": (), "eos_tokens": ()}
-    if dtype == torch.float32 or options.device == "cpu":
-        changed["gdn_backend"] = "solve"
+    changed["gdn_backend"] = "solve"
     return DecodeConfig(**{**cell["decode"], **changed})
 
 

@@ -224,7 +224,11 @@ def run_compile(where: torch.device, options, sizes: Sizes) -> dict:
     mine = [job for number, job in enumerate(jobs.values()) if number % parts == part]
     for tokens, choice in mine:
         x, weight = (torch.ones(rows, 2048, device=where, dtype=torch.bfloat16) for rows in (tokens, 1024))
-        linear_triton.multiply(x, weight, choice)
+        try:
+            linear_triton.multiply(x, weight, choice)
+        except Exception as error:
+            # what does not fit is named by the search itself
+            print(choice, f"{type(error).__name__}: {str(error)[:120]}", flush=True)
     cases = {case[1:]: case for case in attention_cases(sizes)}
     cuts = [(case, cut) for case in cases.values() for cut in tilings(case[1] // case[2] * case[4], case[2], case[3])]
     mine_too = [job for number, job in enumerate(cuts) if number % parts == part]
@@ -233,7 +237,6 @@ def run_compile(where: torch.device, options, sizes: Sizes) -> dict:
         try:
             ours(keys, cut)
         except Exception as error:
-            # what does not fit is named by the search itself
             print(cut, f"{type(error).__name__}: {str(error)[:120]}", flush=True)
     synchronise(where)
     return {"products": len(mine), "tilings": len(mine_too), "seconds": time.monotonic() - start}
