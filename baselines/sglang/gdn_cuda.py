@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from baselines.sglang.gdn_memory import GdnMemory, LayerShape
 from tfm_kernels.gdn import fused_cuda, mixer_cuda
-from tfm_kernels.gdn.fused_cuda import DEFAULT_PRECISION, library_of, raise_for, row_distance
+from tfm_kernels.gdn.fused_cuda import DEFAULT_PRECISION, library_of
 
 
 class CudaGdnMemory(GdnMemory):
@@ -45,13 +45,10 @@ class CudaGdnMemory(GdnMemory):
         layer.inputs[0].copy_(mixed)
         lib = library_of(layer.state.device, layer.shape.value_heads // layer.shape.heads, DEFAULT_PRECISION)
         decay, write = (_aligned_rows(x)[None] for x in (decay, write))
-        before = (layer.inputs, layer.window, kernel, decay, write, a_log, dt_bias)
-        pointers = [x.data_ptr() for x in (*before, self.parents, b.q, b.k, b.v, b.log_decay, b.beta)]
-        sizes = (1, self.nodes, layer.shape.heads, layer.shape.value_heads)
-        strides = [row_distance(x) for x in (layer.inputs, decay, write)]
+        # what the norm reads is SGLang's
+        inputs = mixer_cuda.MixerInputs(layer.inputs, None, decay, write, self.parents, layer.window, layer.state)
         with torch.cuda.device(layer.state.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            raise_for(lib, lib.tfm_prepare(*pointers, *sizes, *strides, stream), "prepare")
+            mixer_cuda.launch_prepare(lib, inputs, mixer_cuda.MixerWeights(kernel, a_log, dt_bias, None, 0.0), b)
             fused_cuda.tree_verify_into(
                 b.q, b.k, b.v, b.log_decay, b.beta, self.parents, layer.state, b.out, b.u, b.path_log_decay,
                 precision=DEFAULT_PRECISION,
