@@ -72,6 +72,7 @@ def test_the_summary_has_the_names_that_the_goals_are_stated_in(folder):
     assert found["host_other_share"]["value"] == pytest.approx(1000 / 18010)
     # the stages without what lies between them, over the step without events
     assert found["stage_sum_over_wall"]["value"] == pytest.approx(17010 / 18010)
+    assert found["staged_over_plain_wall"]["value"] > 0
     assert found["joule_per_step_tfm"]["value"] == pytest.approx(0.6 * 18.01, rel=1e-3)
 
 

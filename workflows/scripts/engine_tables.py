@@ -14,7 +14,7 @@ import yaml
 from baselines import cost_model
 from baselines.cost_model import Sample
 from tfm import metrics
-from tfm.cells import load_cells
+from tfm.cells import Records, load_cells
 from tfm.manifest import write_json
 from tfm.trace import STAGES
 
@@ -232,19 +232,20 @@ def _shares(stages: pd.DataFrame, context: int) -> dict:
     values = {
         "gdn_verify_share": mine.loc["target_gdn", "share"] + mine.loc["commit", "share"],
         "host_other_share": mine.loc["other", "share"],
-        # of the step without events in its graphs
-        "stage_sum_over_wall": timed / mine["wall_ms"].iloc[0],
+        # events cover this share of the wall of their own steps, which take this much longer than without events
+        "stage_sum_over_wall": timed / mine["staged_wall_ms"].iloc[0],
+        "staged_over_plain_wall": mine["staged_wall_ms"].iloc[0] / mine["wall_ms"].iloc[0],
     }
     return {name: {"value": float(v), "low": None, "high": None, "n": 1, "unit": "share"} for name, v in values.items()}
 
 
-def from_cells(folders: list[Path]) -> dict:
-    """Return tau, speed over others and joule a token of each method over the timed cells of a suite, prefill included.
+def from_cells(records: Records, variants: set[str] | None = None) -> dict:
+    """Return tau, speed over others and joule a token of each method over a suite's timed cells, those of `variants`.
 
-    Names of temperature 1 carry no setting, those of others do.
+    Speed counts the prefill, but for those named decode. Names of temperature 1 carry no setting, those of others do.
     """
-    records, entries = load_cells(folders), {}
-    timed = records.requests[records.requests["clock"] == "wall"]
+    entries, timed = {}, records.requests[records.requests["clock"] == "wall"]
+    timed = timed[timed["variant"].isin(variants)] if variants is not None else timed
     for setting, table in metrics.per_request(timed, records.steps).groupby("setting"):
         ending = "" if setting == "t1" else f"_{setting}"
         arms = dict(list(table.groupby("method")))
@@ -253,8 +254,10 @@ def from_cells(folders: list[Path]) -> dict:
             for other in (other for other in ("ar", "dflash", "ddtree") if other in arms and other != method):
                 found = metrics.ratio(rows, arms[other], "tok_s")
                 entries[f"speedup_{method}_over_{other}{ending}"] = _entry(found, "x, tokens/s, prefill included")
+                found = metrics.ratio(rows, arms[other], "decode_tok_s")
+                entries[f"decode_speedup_{method}_over_{other}{ending}"] = _entry(found, "x, tokens/s after prefill")
     for method in sorted(set(timed["method"])):
-        cells = [i for i, cell in enumerate(records.cells) if cell.get("energy")]
+        cells = [i for i in sorted(set(timed["cell"])) if records.cells[i].get("energy")]
         cells = [i for i in cells if records.cells[i]["cell"]["decode"]["method"] == method]
         joules = sum(records.cells[i]["energy"]["joule"] for i in cells)
         tokens = int(records.requests[records.requests["cell"].isin(cells)]["new_tokens"].sum())
@@ -278,6 +281,7 @@ def headline(found: dict, model_rows: pd.DataFrame, context: int, expected: Path
             ("measured_step_over_ar", found.get(key)),
             ("measured_tau", found.get(f"tau_{method}")),
             ("measured_speedup", found.get(f"speedup_{method}_over_ar")),
+            ("measured_decode_speedup", found.get(f"decode_speedup_{method}_over_ar")),
         ):
             row |= {name: entry and entry["value"], f"{name}_low": entry and entry["low"]}
             row |= {f"{name}_high": entry and entry["high"], f"{name}_n": entry and entry["n"]}
@@ -301,8 +305,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def write_tables(report: dict, out: Path, *, variant: str, context: int, taus: dict[str, float], cells=()) -> dict:
-    """Write all tables and engine_summary.json of one report to `out`; return the summary."""
+def write_tables(
+    report: dict, out: Path, *, variant: str, context: int, taus: dict[str, float], cells: dict | None = None
+) -> dict:
+    """Write all tables and engine_summary.json of one report to `out`; return the summary.
+
+    `cells` are the named arguments of `from_cells`.
+    """
     costs = step_costs(report)
     stages = latency(report, costs)
     frames = {"step_costs": costs, "latency": stages, "energy": energy(report), "memory": memory(report)}
@@ -311,7 +320,10 @@ def write_tables(report: dict, out: Path, *, variant: str, context: int, taus: d
     for name, frame in frames.items():
         frame.to_csv(out / f"{name}.csv", index=False)
     found = summary(costs, stages, frames, variant, context)
-    found |= from_cells(cells) if cells else {}
+    found |= from_cells(**cells) if cells else {}
+    if "weights_gib" in report and "peak_gib_tfm_beside_weights" in found:
+        beside = found["peak_gib_tfm_beside_weights"]
+        found["peak_gib_tfm"] = {**beside, "value": beside["value"] + report["weights_gib"], "unit": "GiB"}
     write_json(out / "engine_summary.json", found)
     headline(found, frames["modelled"], context, EXPECTED).to_csv(out / "headline.csv", index=False)
     return found
@@ -322,7 +334,8 @@ def main() -> int:
     report = read(options.steps)
     report = report[options.key] if options.key else report
     taus = {name: float(number) for name, number in (word.split("=") for word in options.tau)}
-    settings = {"variant": options.variant, "context": options.context, "taus": taus, "cells": options.cells}
+    settings = {"variant": options.variant, "context": options.context, "taus": taus}
+    settings["cells"] = {"records": load_cells(options.cells)} if options.cells else None
     found = write_tables(report, options.out, **settings)
     shown = {name: statistics.fmean([entry["value"]]) for name, entry in found.items()}
     print(json.dumps({"out": str(options.out), **{name: round(value, 4) for name, value in shown.items()}}))

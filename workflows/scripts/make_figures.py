@@ -123,6 +123,7 @@ def sweeps(tables: Path) -> plt.Figure:
         return _nothing("the config sweeps nothing that its methods have")
     frame = _methods(frame).dropna(subset=["value"])
     columns = {"tau": "tau (tokens a step)", "accepted": "accepted drafts a step"}
+    columns |= {"tok_s": "tokens / s"} if "tok_s" in frame else {}
     figure = _lines(frame, "value", columns, by="sweep", label=LABELS_OF_KNOBS.get, title=lambda knob: "")
     for axis, sweep in zip(figure.axes, [sweep for sweep in frame["sweep"].unique() for _ in columns], strict=True):
         ticks = sorted(frame.loc[frame["sweep"] == sweep, "value"].unique())

@@ -21,6 +21,7 @@ from probe_records import load_probes
 from publish import load_published
 from tree_steps import packed, traced_cells, trees_of
 
+from baselines import suite
 from tfm.manifest import write_atomic, write_json
 
 DESCRIPTION = """
@@ -32,6 +33,7 @@ object. Exit 1 when a published csv file is not what its records give, naming it
 """
 
 ENGINE_RUN = "tables.json"
+STEPS = "steps"  # folder of an engine run in a suite's
 
 
 def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = True) -> None:
@@ -43,6 +45,10 @@ def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = Tr
     rows = compare(expected, summary, plan["config"]["suite"], devices=devices_of(out / "tables/headline.csv"))
     write_comparison(rows, out / "compare.csv")
     write_paper(out / "tables", plan["config"], out / "paper")
+    if (folder / STEPS / ENGINE_RUN).is_file():
+        variants = {variant.name(plan["config"]) for variant in suite.headline(plan["config"])}
+        summary |= rebuild_engine(folder / STEPS, out / STEPS, {"records": records, "variants": variants})
+        write_json(out / "summary.json", summary)
     if figures:
         draw(out / "tables", out / "figures", plan["config"]["figures"])
         manifest = read_packed(folder / "manifest.json.gz")
@@ -61,12 +67,16 @@ def rebuild_kernels(folder: Path, out: Path, *, figures: bool = True) -> None:
     write_atomic(out / "kernels.csv", table.to_csv(index=False, lineterminator="\n").encode())
 
 
-def rebuild_engine(folder: Path, out: Path) -> None:
-    """Write the tables of one run of the static engine's steps again, as its tables.json says they were made."""
+def rebuild_engine(folder: Path, out: Path, cells: dict | None = None) -> dict:
+    """Write the tables of one run of the static engine's steps again, as its tables.json says they were made.
+
+    `cells`: what engine_tables.from_cells reads of the suite that the run belongs to. Returns the summary.
+    """
     asked = json.loads((folder / ENGINE_RUN).read_text(encoding="utf-8"))
     report = engine_tables.read(folder / asked["steps"])
     settings = {name: asked[name] for name in ("variant", "context", "taus")}
-    engine_tables.write_tables(report[asked["key"]] if asked["key"] else report, out / "tables", **settings)
+    settings["cells"] = cells
+    return engine_tables.write_tables(report[asked["key"]] if asked["key"] else report, out / "tables", **settings)
 
 
 def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True) -> dict[str, float]:

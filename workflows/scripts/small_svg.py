@@ -60,7 +60,7 @@ def _join(parent: ElementTree.Element) -> None:
     joined = []
     for child in children:
         last = joined[-1] if joined else None
-        if last is not None and _is_stroke(child) and _look(child) == _look(last):
+        if last is not None and _is_stroke(child) and _is_stroke(last) and _look(child) == _look(last):
             last.set("d", last.get("d") + child.get("d"))
         else:
             joined.append(child)
@@ -69,7 +69,9 @@ def _join(parent: ElementTree.Element) -> None:
 
 def _is_stroke(element: ElementTree.Element) -> bool:
     style = element.get("style", "")
-    return element.tag == f"{{{SVG}}}path" and "fill: none" in style and "opacity" not in style and "dash" not in style
+    # a line of which no point is known has no "d"
+    is_drawn = element.tag == f"{{{SVG}}}path" and "d" in element.attrib
+    return is_drawn and "fill: none" in style and "opacity" not in style and "dash" not in style
 
 
 def _look(element: ElementTree.Element) -> tuple:

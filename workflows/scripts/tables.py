@@ -153,8 +153,9 @@ def acceptance_by_position(data: Suite) -> pd.DataFrame:
 
 
 def sweeps(data: Suite) -> pd.DataFrame:
-    """Return tau and accepted along every sweep, the headline's own point included."""
-    rows = []
+    """Return tau and accepted along every sweep, the headline's own point included; speed where all cells are timed."""
+    rows, is_timed = [], data.config.get("timed") == "all"
+    names_of = ("tau", "accepted", "tok_s") if is_timed else ("tau", "accepted")
     for key, (knob, methods) in suite.SWEEPS.items():
         where = data.side(key)
         for method in (method for method in methods if data.config.get(key) and method in data.headline):
@@ -167,7 +168,9 @@ def sweeps(data: Suite) -> pd.DataFrame:
             values = {n: data.draft_rows if value is None else _as_number(value) for n, value in values.items()}
             for name, value in sorted(values.items(), key=lambda item: (item[1] or 0, item[0])):
                 row = {"sweep": knob, "value": value, "method": method, "variant": name} | MACRO | where
-                rows.append(row | _intervals(data.arm(name, **where), ("tau", "accepted")))
+                arm = data.arm(name, **where)
+                rows.append(row | _intervals(arm, names_of))
+                rows[-1] |= {"step_ms": metrics.decode_us_per_step(arm) / 1e3} if is_timed else {}
                 rows[-1]["reason"] = data.missing(name, **where)
     return _identified(data, rows)
 

@@ -25,7 +25,7 @@ def manifest(plan: dict, folder: Path) -> dict:
         devices += [facts["device"]] if facts["device"] not in devices else []
         environments += [facts["environment"]] if facts["environment"] not in environments else []
     outputs = sorted(
-        [*folder.glob("tables/*"), *folder.glob("figures/*"), *folder.glob("compare.*"), folder / "summary.json"]
+        [path for pattern in ("tables/*", "figures/*", "compare.*", "summary.json") for path in folder.glob(pattern)]
     )
     prompts = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("prompts/*/*.manifest.json"))}
     return {
