@@ -275,7 +275,7 @@ def headline(found: dict, model_rows: pd.DataFrame, context: int, expected: Path
     """Return one row a method: what the paper prints, what was measured here, and what is modelled at a given tau."""
     printed = {row["item"]: row["paper"] for row in yaml.safe_load(expected.read_text())["items"]}
     rows = []
-    for method, key in {"ar": None, **HEADLINE, "dartree": "dartree_step_over_ar_B64"}.items():
+    for method, key in {"ar": None, **HEADLINE, "dartree": "dartree_step_over_ar_B64", "adaptive": None}.items():
         row = {"method": method, "paper_speedup": 1.0 if method == "ar" else printed.get(f"speedup_{method}")}
         for name, entry in (
             ("measured_step_over_ar", found.get(key)),

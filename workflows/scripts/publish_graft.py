@@ -34,6 +34,9 @@ SETTINGS = {"steps": "bench.json.gz", "key": "tuned", "variant": "all:fused_cuda
 # tokens a step that the numbers printed in the paper imply; the modelled speeds stand at them
 TAUS = {"tfm": 6.7, "dflash": 3.8, "ddtree": 5.1}
 LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "dartree": "DARTree", "tfm": "DFlash-TfM"}
+LABELS |= {"adaptive": "DFlash-TfM, adaptive budget"}
+FIGURES, LEFT_OUT = ("throughput", "tau", "latency", "sweeps"), ("*.md", "*.tex", "engine_summary.json")
+MEASURED = ("tau", "step_over_ar", "speedup", "decode_speedup")
 MARKS = ("<!-- table: graft -->", "<!-- end of table: graft -->")
 
 
@@ -53,33 +56,27 @@ def copy_steps(bench: Path, out: Path) -> None:
     found = {name: json.loads(path.read_text()) for name, path in files.items() if path.is_file()}
     if SETTINGS["key"] not in found:
         raise ValueError(f"--run: {bench}/{SETTINGS['key']}.json is missing; run graft_bench.sh")
+    for row in found.get("products", {}).get("products", ()):
+        row["tried"] = len(row["tried"])  # times of tiles that lost
     out.mkdir(parents=True)
     write_packed(out / SETTINGS["steps"], found)
     write_json(out / ENGINE_RUN, {**SETTINGS, "taus": TAUS})
 
 
-def side_by_side(frame: pd.DataFrame, summary: dict) -> str:
+def side_by_side(frame: pd.DataFrame, summary: dict, card: str) -> str:
     """Return the Markdown table of paper, graft measured and modelled, a row a method."""
-    head = [
-        "method",
-        "paper: speed over AR",
-        "measured: tau",
-        "step over AR",
-        "speed over AR",
-        "the same, decode alone",
-    ]
+    head = ["method", "paper: speed over AR", "measured: tau", "step over AR", "speed over AR", "decode alone"]
     lines = [[*head, "modelled speed at the paper's tau"]]
     for row in frame.to_dict("records"):
         modelled = row.get("modelled_speedup")
         at = "" if pd.isna(modelled) else f"{modelled:.2f} (tau {row['tau_given']:g})"
         cells = [LABELS[row["method"]], _number(row["paper_speedup"])]
-        cells += [
-            _with_interval(row, f"measured_{name}") for name in ("tau", "step_over_ar", "speedup", "decode_speedup")
-        ]
-        lines.append([*cells, at])
+        cells += [_with_interval(row, f"measured_{name}") for name in MEASURED]
+        if any([*cells[1:], at]):
+            lines.append([*cells, at])
     body = ["| " + " | ".join(line) + " |" for line in lines]
     body.insert(1, "|---|" + "---:|" * len(head))
-    counted = f"Cells: {summary['cells']['value']:.0f}. Grafted: function of mini, cost of 27B, on one NVIDIA H200."
+    counted = f"Cells: {summary['cells']['value']:.0f}, T = 1. Grafted: function of mini, cost of 27B; {card}."
     return "\n".join([*body, "", f"*{counted} Intervals are 95 %; what is modelled was never measured.*"])
 
 
@@ -121,13 +118,17 @@ def publish(options) -> dict:
     with contextlib.chdir(run):
         facts = manifest(plan, Path(SUITE))
     write_packed(packed / "manifest.json.gz", facts)
-    for name in ("summary.json", "compare.csv", "compare.md"):
+    for name in ("summary.json", "compare.csv"):
         shutil.copyfile(made / name, packed / name)
-    ignored = shutil.ignore_patterns("*.png", "*.pdf", "*.tex")
-    for name in ("tables", "figures", f"{STEPS}/tables"):
-        shutil.copytree(made / name, packed / name, ignore=ignored)
+    # rule rebuild_published makes the other forms again
+    for name in ("tables", f"{STEPS}/tables"):
+        shutil.copytree(made / name, packed / name, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    (packed / "figures").mkdir()
+    for path in (path for name in FIGURES for path in (made / "figures").glob(f"{name}.svg")):
+        shutil.copyfile(path, packed / "figures" / path.name)
     summary = json.loads((packed / "summary.json").read_text())
-    table = side_by_side(pd.read_csv(packed / STEPS / "tables/headline.csv"), summary)
+    card = pd.read_csv(packed / "tables/headline.csv")["device"].iloc[0]
+    table = side_by_side(pd.read_csv(packed / STEPS / "tables/headline.csv"), summary, card)
     (packed / "tables/side_by_side.md").write_text(table + "\n", encoding="utf-8")
     check_clean(packed, private_words(Path.cwd()))
     for kept in out.glob("*.md") if out.exists() else ():
