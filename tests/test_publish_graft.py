@@ -64,6 +64,12 @@ def run(tmp_path_factory):
     assert (found["left"], found["failed"]) == (0, {})
     (out / "graft-bench").mkdir()
     (out / "graft-bench/tuned.json").write_text(json.dumps(report()))
+    place = {"is_near_tie": True}
+    runs = {"tfm t1": {"same_as_source": 2, "parts_from_ar": [place], "logits": {"largest": 0.5}}}
+    runs["tfm t1"]["static"] = {"parts_from_ar": []}
+    (out / "graft-bench/check_graft.json").write_text(json.dumps({"bfloat16": {"runs": runs, "wrong": []}}))
+    paper = {"layers": 16, "tensors": 300, "wrong": [], "seconds": {"load": 9.5}}
+    (out / "rehearse_paper.json").write_text(json.dumps(paper))
     return out
 
 
@@ -92,6 +98,8 @@ def test_one_call_gives_every_name_and_the_table_of_the_read_me(published):
     summary = json.loads((published / "summary.json").read_text())
     assert all(summary[name]["value"] is not None for name in NAMES)
     assert summary["tau_ar"]["value"] == 1 and summary["cells"]["value"] == 14
+    assert (summary["graft_bfloat16_runs_beside_ar"]["value"], summary["graft_bfloat16_near_ties"]["value"]) == (2, 1)
+    assert summary["paper_rehearsal_wrong"]["value"] == 0 and "graft_float32_wrong" not in summary
     readme = (published.parent / "readme.md").read_text()
     assert readme.startswith("before\n<!-- table: graft -->\n| method |") and readme.endswith("-->\nafter\n")
     assert "old" not in readme and "| DFlash-TfM | 4.37 | " in readme and "Cells: 14, T = 1." in readme

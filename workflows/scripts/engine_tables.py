@@ -267,6 +267,33 @@ def from_cells(records: Records, variants: set[str] | None = None) -> dict:
     return entries
 
 
+def from_checks(found: dict) -> dict:
+    """Return what check_graft.py and rehearse_paper.py found; of what was not run there is nothing."""
+    entries = {}
+    for name in ("float32", "bfloat16"):
+        part = found.get("check_graft", {}).get(name)
+        if not part:
+            continue
+        runs = list(part["runs"].values())
+        loops = runs + [run["static"] for run in runs if "static" in run]
+        parted = [place for loop in loops for place in loop["parts_from_ar"]]
+        counts = {"runs_beside_ar": len(loops), "near_ties": sum(place["is_near_tie"] for place in parted)}
+        counts |= {"wrong": len(part["wrong"]), "outputs_as_source": sum(run["same_as_source"] for run in runs)}
+        largest = [run["logits"]["largest"] for run in runs if run["logits"]["largest"] is not None]
+        entries |= {f"graft_{name}_{key}": _count(value, "found by check_graft.py") for key, value in counts.items()}
+        entries[f"graft_{name}_logit_difference"] = _count(max(largest, default=None), "largest, from the source's")
+    if paper := found.get("rehearse_paper"):
+        entries["paper_rehearsal_layers"] = _count(paper["layers"], "of the target's 64")
+        entries["paper_rehearsal_tensors"] = _count(paper["tensors"], "tensors")
+        entries["paper_rehearsal_wrong"] = _count(len(paper["wrong"]), "tensors and methods that differ")
+        entries["paper_rehearsal_load_s"] = _count(paper["seconds"]["load"], "s")
+    return entries
+
+
+def _count(value, unit: str) -> dict:
+    return {"value": value, "low": None, "high": None, "n": 1, "unit": unit}
+
+
 def _entry(found, unit: str) -> dict:
     return {"value": found.value, "low": found.low, "high": found.high, "n": found.n, "unit": unit}
 

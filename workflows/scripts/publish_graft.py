@@ -22,14 +22,16 @@ from tfm.manifest import write_json
 DESCRIPTION = """
 Reads --run, the folder that workflows/offline/graft_cells.sh and graft_bench.sh worked in: results/graft-real (plan,
 prompts, cells) and graft-bench/*.json. Writes --out anew, at most --limit bytes: records packed in one parquet a kind,
-plan, manifest, tables, figures, compare, steps/ (what bench_engine.py timed, with its tables) and summary.json with the
-suite's and the engine's names. Planned cells that are not there are left out and counted. Notes (*.md) in --out stay.
-With --readme, the table between <!-- table: graft --> and <!-- end of table: graft --> is replaced. Last line of
-stdout: one JSON object. Exit 2 on bad input.
+plan, manifest, tables, figures, compare, steps/ (what bench_engine.py timed and the checks found, with tables) and
+summary.json with the suite's and the engine's names. Planned cells that are not there are left out and counted. Notes
+(*.md) in --out stay. With --readme, the table between <!-- table: graft --> and <!-- end of table: graft --> is
+replaced. Last line of stdout: one JSON object. Exit 2 on bad input.
 """
 SUITE = "results/graft-real"
 LIMIT = 700_000
-KEPT = ("tuned", "early", "products")  # of the bench's files: what a table or a choice is made of
+# of the bench's files and checks: what a table, a choice or the summary is made of
+KEPT = ("tuned", "early", "products", "check_graft", "rehearse_paper")
+PLACES = ("graft-bench", "out", ".")  # of RUN
 SETTINGS = {"steps": "bench.json.gz", "key": "tuned", "variant": "all:fused_cuda", "context": 512}
 # tokens a step that the numbers printed in the paper imply; the modelled speeds stand at them
 TAUS = {"tfm": 6.7, "dflash": 3.8, "ddtree": 5.1}
@@ -50,12 +52,13 @@ def whole_cells(run: Path, plan: dict) -> tuple[dict, list[str]]:
     return {**plan, "config": config | {"temperatures": temperatures}, "cells": cells}, missing
 
 
-def copy_steps(bench: Path, out: Path) -> None:
-    """Pack the bench's files and write how their tables are made."""
-    files = {name: bench / f"{name}.json" for name in KEPT}
-    found = {name: json.loads(path.read_text()) for name, path in files.items() if path.is_file()}
+def copy_steps(run: Path, out: Path) -> None:
+    """Pack the files of bench and checks and write how their tables are made."""
+    files = {name: [run / place / f"{name}.json" for place in PLACES] for name in KEPT}
+    first = {name: next((path for path in paths if path.is_file()), None) for name, paths in files.items()}
+    found = {name: json.loads(path.read_text()) for name, path in first.items() if path is not None}
     if SETTINGS["key"] not in found:
-        raise ValueError(f"--run: {bench}/{SETTINGS['key']}.json is missing; run graft_bench.sh")
+        raise ValueError(f"--run: {run}/graft-bench/{SETTINGS['key']}.json is missing; run graft_bench.sh")
     for row in found.get("products", {}).get("products", ()):
         row["tried"] = len(row["tried"])  # times of tiles that lost
     out.mkdir(parents=True)
@@ -112,7 +115,7 @@ def publish(options) -> dict:
     with contextlib.chdir(run):  # cells are named by their paths in the suite
         pack([Path(cell["path"]) for cell in plan["cells"]], packed)
     write_packed(packed / PLAN, plan)
-    copy_steps(run / "graft-bench", packed / STEPS)
+    copy_steps(run, packed / STEPS)
     rebuild_suite(packed, expected, made, figures=False)
     draw(made / "tables", made / "figures", plan["config"]["figures"])
     with contextlib.chdir(run):

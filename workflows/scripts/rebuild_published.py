@@ -76,7 +76,8 @@ def rebuild_engine(folder: Path, out: Path, cells: dict | None = None) -> dict:
     report = engine_tables.read(folder / asked["steps"])
     settings = {name: asked[name] for name in ("variant", "context", "taus")}
     settings["cells"] = cells
-    return engine_tables.write_tables(report[asked["key"]] if asked["key"] else report, out / "tables", **settings)
+    timed = report[asked["key"]] if asked["key"] else report
+    return engine_tables.write_tables(timed, out / "tables", **settings) | engine_tables.from_checks(report)
 
 
 def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True) -> dict[str, float]:
