@@ -1,6 +1,7 @@
 """Check a suite's graft on a device: what it costs to build, and that it computes what its source computes."""
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -27,6 +28,7 @@ from tfm.prompts import Preparation, prepare
 from tfm.sampling import gumbel
 from tfm.tokenizer import load_tokenizer
 
+TYPES = ("float32", "bfloat16")
 DESCRIPTION = """
 Reads the plan of a suite with a graft (snakemake makes it: results/<suite>/plan.json) and the source's weights. In
 float32, at a part of the shape's layers, and in bfloat16 at all of them, it builds the graft and decodes the suite's
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument("--shallow-layers", type=int, default=16, help="layers of the float32 graft (default: 16)")
     parser.add_argument("--prompts", type=int, default=4, help="prompts that are decoded (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="new tokens a prompt (default: 32)")
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES, help="types of the weights (default: both)")
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,11 +63,12 @@ def main() -> int:
         report = {"suite": config["suite"], "device": device.facts(where), "graft": config["graft"]}
         report["weights_sha256"] = {part: digest for cell in cells for part, digest in cell["weights_sha256"].items()}
         prompts = read_prompts(config, options)
-        shallow = shallower(config, options.shallow_layers)
-        for name, shape in (("float32", shallow), ("bfloat16", config["graft"])):
+        shapes = {"float32": shallower(config, options.shallow_layers), "bfloat16": config["graft"]}
+        for name in options.types:
+            shape = shapes[name]
             report[name] = compare(cells, shape, prompts, options, dtype=getattr(torch, name), where=where)
             write_json(options.out, report)
-    wrong = [f"{name}: {text}" for name in ("float32", "bfloat16") for text in report[name]["wrong"]]
+    wrong = [f"{name}: {text}" for name in options.types for text in report[name]["wrong"]]
     print("\n".join(wrong), file=sys.stderr)
     print(json.dumps({"out": str(options.out), "wrong": len(wrong)}))
     return 1 if wrong else 0
@@ -115,8 +119,7 @@ def shallower(config: dict, layers: int) -> dict:
 
 def compare(cells: list[dict], shape: dict, prompts: list[Prompt], options, *, dtype: torch.dtype, where) -> dict:
     """Return what the graft of one dtype costs and where it differs from its source of that dtype."""
-    if where.type == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(where)
     start, before = time.perf_counter(), allocated(where)
     weights = {part: folder for cell in cells for part, folder in cell["weights"].items()}
     wide = load_models(weights, device=where, dtype=dtype, graft=shape)
@@ -150,6 +153,7 @@ def compare(cells: list[dict], shape: dict, prompts: list[Prompt], options, *, d
             wrong += [f"{name}, static engine: {text}" for text in far_from_ar(found["static"])]
             print(name, "static", found["static"], flush=True)
         runs[name] = found
+        free_memory(where)  # the engine's graphs keep their pools
     return {"built": built, "runs": runs, "wrong": wrong, "peak_gib": peak_gib(where, before)}
 
 
@@ -263,6 +267,13 @@ def static_run(models: Models, settings: DecodeConfig, prompts: list[Prompt]) ->
     tokens = sum(len(trace.output_tokens) - 1 for trace in done)
     facts = {"steps": steps, "tokens_a_step": tokens / steps, "ms_a_step": sum(t.decode_us for t in done) / steps / 1e3}
     return {"outputs": {trace.id: trace.output_tokens for trace in done}, "facts": facts}
+
+
+def free_memory(where: torch.device) -> None:
+    """Give back what nothing holds any more, graphs' pools among it."""
+    gc.collect()
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def size_of(model: torch.nn.Module) -> int:
