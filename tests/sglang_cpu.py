@@ -148,6 +148,15 @@ def replace_kernels() -> None:
         setattr(InterpreterBuilder, name, with_flags)
 
 
+def use_triton_forms() -> None:
+    """Let the plugin grow and draw as on a GPU: its Triton kernels run in the interpreter too."""
+    from baselines.sglang import grower
+
+    forms = grower.Forms(growth="triton")
+    grower.Forms = lambda: forms
+    grower.draw_rows = grower.make_fast_draw()
+
+
 def replace_graphs() -> None:
     """Let SGLang's graph runners capture and replay on the CPU (see Again)."""
     from sglang.srt.model_executor import model_runner
@@ -254,6 +263,8 @@ def main() -> None:
     load_plugins()
     replace_kernels()
     replace_graphs()
+    if job["triton_forms"]:
+        use_triton_forms()
     engine = Engine(job["words"])
     for requests in job["batches"]:
         print("REPLY " + json.dumps(engine.serve(requests)), flush=True)

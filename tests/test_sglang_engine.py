@@ -44,11 +44,12 @@ def cell_of(method: str, backend: str = "solve") -> dict:
     return cell
 
 
-def serve(cell: dict, batches: list[list[dict]], folder: Path) -> tuple[list[dict], dict]:
+def serve(cell: dict, batches: list[list[dict]], folder: Path, *, forms: str = "torch") -> tuple[list[dict], dict]:
     """Return the replies of each batch of requests, and how often each model's graph was replayed."""
     launch = runner.launch(cell, place=Place(folder, sys.executable), environment={})
     words = [*launch.command[launch.command.index("sglang.launch_server") + 1 :], *CPU]
-    (folder / "job.json").write_text(json.dumps({"words": words, "batches": batches}))
+    job = {"words": words, "batches": batches, "triton_forms": forms == "triton"}
+    (folder / "job.json").write_text(json.dumps(job))
     environment = {key: value for key, value in os.environ.items() if key not in launch.cleared}
     environment |= {**dict(launch.environment), "TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -107,13 +108,19 @@ def check(reply: dict, cell: dict, tokens: list[int], *, temperature=0.0, **more
 
 
 @pytest.mark.parametrize(
-    ("method", "backend"), [("ddtree", "solve"), ("tfm", "solve"), ("dartree", "solve"), ("ddtree", "recurrent")]
+    ("method", "backend", "forms"),
+    [
+        ("ddtree", "solve", "torch"),
+        ("dartree", "solve", "torch"),
+        ("tfm", "fused_triton", "triton"),
+        ("ddtree", "recurrent", "torch"),
+    ],
 )
-def test_a_tree_server_decodes_what_the_loop_decodes(method, backend, tmp_path):
+def test_a_tree_server_decodes_what_the_loop_decodes(method, backend, forms, tmp_path):
     """Greedy and sampled, through the replayed graphs of both models."""
     cell = cell_of(method, backend)
     asked = [request("greedy", FIRST), request("sampled", SECOND, temperature=1.0, index=5)]
-    (greedy, sampled), replays = serve(cell, [[one] for one in asked], tmp_path)
+    (greedy, sampled), replays = serve(cell, [[one] for one in asked], tmp_path, forms=forms)
     check(greedy["greedy"], cell, FIRST)
     check(sampled["sampled"], cell, SECOND, temperature=1.0, index=5)
     steps = greedy["greedy"]["steps"] + sampled["sampled"]["steps"]
@@ -124,3 +131,46 @@ def test_an_autoregressive_server_is_not_changed_by_the_plugin(tmp_path):
     (found,), replays = serve(cell_of("ar"), [[request("greedy", FIRST)]], tmp_path)
     assert found["greedy"]["tokens"] == reference(cell_of("ar"), FIRST)[0]
     assert found["greedy"]["chunks"] == [1] * NEW and replays == {"target": NEW - 1}
+
+
+def test_a_server_outlives_what_its_requests_do(tmp_path):
+    """Abort in mid-stream, two at once, one token, stop inside a run, end of the context, and what is refused."""
+    cell, stop = cell_of("ddtree"), reference(cell_of("ddtree"), FIRST)[0][4]
+    long = [7 + i % 50 for i in range(CONTEXT - 12)]
+    (aborted, pair, single, stopped, full, refused, last), _ = serve(
+        cell,
+        [
+            [request("aborted", SECOND, temperature=1.0, index=5, new=40, abort=3)],
+            [request("sampled", SECOND, temperature=1.0, index=5), request("greedy", FIRST)],
+            [request("single", FIRST, new=1)],
+            [
+                request("stopped", FIRST, new=30)
+                | {"sampling": {"temperature": 0, "max_new_tokens": 30, "stop_token_ids": [stop]}}
+            ],
+            [request("full", long, new=40)],
+            [request("law", FIRST, top_p=0.9), request("long", long + long)],
+            [request("greedy", FIRST)],
+        ],
+        tmp_path,
+    )
+    assert aborted["aborted"]["finish"]["type"] == "abort" and len(aborted["aborted"]["tokens"]) < 40
+    check(pair["sampled"], cell, SECOND, temperature=1.0, index=5)
+    for found in (pair, last):
+        check(found["greedy"], cell, FIRST)
+    assert (single["single"]["tokens"], single["single"]["steps"]) == (reference(cell, FIRST, new=1)[0], 0)
+    assert stopped["stopped"]["tokens"] == reference(cell, FIRST)[0][:5]
+    assert stopped["stopped"]["finish"] == {"type": "stop", "matched": stop}
+    # SGLang's own room behind a prompt is smaller than the context; a tree's rows reach beyond both
+    count = len(full["full"]["tokens"])
+    assert 4 < count < 12 and full["full"]["finish"]["type"] == "length"
+    assert full["full"]["tokens"] == reference(cell, long, new=count)[0]
+    assert "top_p: 0.9 is not allowed" in refused["law"]["finish"]["message"]
+    assert "exceeds the maximum allowed length" in refused["long"]["finish"]["message"]
+
+
+def test_forced_acceptance_gives_every_step_its_drafts(tmp_path):
+    """What the bench of random models relies on."""
+    cell = cell_of("tfm")
+    cell["server"]["plugin"]["simulate_accept"] = 2
+    (found,), _ = serve(cell, [[request("greedy", FIRST, new=10)]], tmp_path)
+    assert found["greedy"]["chunks"] == [1, 3, 3, 3] and found["greedy"]["histogram"] == [0, 0, 3]

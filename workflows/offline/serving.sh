@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# serving.sh stock | smoke | steps | cells: SGLang's own arms and the plugin's, from a folder of unpacked packages
-# (RUN/sglang, beside the machine's torch). ARMS chooses arms of steps. The servers end with the script.
+# serving.sh first | stock | smoke | steps | cells: SGLang's own arms and the plugin's, from a folder of unpacked packages
+# (RUN/sglang, beside the machine's torch). ARMS chooses the methods of first and the arms of steps. The servers end
+# with the script.
 . workflows/offline/common.sh
 export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} HF_HUB_OFFLINE=1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
 export TVM_FFI_CACHE_DIR=$RUN/cache/tvm-ffi TRITON_CACHE_DIR=$RUN/cache/triton FLASHINFER_WORKSPACE_BASE=$RUN/cache
@@ -9,6 +10,13 @@ printf '#!/bin/sh\nPYTHONPATH=$PYTHONPATH:%s exec python3 "$@"\n' "$RUN/sglang" 
 server="--server-python $RUN/python --server-folder $RUN/servers --server-seconds 400"
 bench() { python3 workflows/scripts/bench_serving.py "$@" $server; }
 case $1 in
+  first)
+    # nvcc works while SGLang is imported
+    python3 -c 'from tfm_kernels.gdn.fused_cuda import DEFAULT_PRECISION, library_of; import torch
+library_of(torch.device("cuda"), 3, DEFAULT_PRECISION)' & nvcc=$!
+    python3 workflows/scripts/check_serving.py --list "$RUN/results/engines/plan.json" --root "$RUN" \
+      --methods ${ARMS:-tfm ar} $server --out "$OUT/first.json"
+    wait $nvcc ;;
   stock) bench --arms ar dflash --attention fa3 --prompts 512 --out "$OUT/stock.json" ;;
   smoke) bench --arms ddtree tfm ddtree-recurrent dartree --layers 8 --repeats 1 --new-tokens 64 --prompts 64 --out "$OUT/smoke.json" ;;
   steps) bench --arms ${ARMS:-ar dflash ddtree tfm ddtree-recurrent} --prompts 512 2048 --out "$OUT/steps.json" ;;
@@ -16,7 +24,9 @@ case $1 in
     python3 workflows/scripts/serve_cell.py --list "$RUN/results/engines/plan.json" --out "$RUN" --commit "$COMMIT" \
       --log "$RUN/log/serve.log" $server | tail -n 1
     tar -C "$RUN" -czf "$OUT/engines.tar.gz" results/engines ;;
-  *) echo "serving.sh: $1 is not allowed (allowed: stock, smoke, steps, cells)" >&2; exit 2 ;;
+  *) echo "serving.sh: $1 is not allowed (allowed: first, stock, smoke, steps, cells)" >&2; exit 2 ;;
 esac
-for log in "$RUN"/servers/*/server.log; do [ -e "$log" ] && cp "$log" "$OUT/server-$(basename "$(dirname "$log")").log"; done
+for log in "$RUN"/servers/server.log "$RUN"/servers/*/server.log; do
+  [ -e "$log" ] && tail -c 2000000 "$log" > "$OUT/server-$(basename "$(dirname "$log")").log"
+done
 true
