@@ -16,6 +16,7 @@ from tfm_kernels import (
     best_first_triton,
     frontier_triton,
     linear_triton,
+    lk_triton,
     rows_triton,
     sampling_triton,
     tree_attention_triton,
@@ -124,6 +125,10 @@ def cases():
     yield "embed_norm", weaver_triton._embed_norm_kernel, {"BLOCK": 2048}, {}, 4, 3
     path = {"H": 16, "HEAD": 128, "D": 128, "PREFIX": 16, "LEVELS": 15, "ROWS": 32}
     yield "path_attention", weaver_triton._path_attention_kernel, path, {"out_p": "*bf16"}, 4, 3
+    logits = {"target_p": "*bf16", "draft_p": "*bf16", "grad_p": "*bf16"}
+    for name in ("forward", "backward"):
+        yield f"lk_{name}", getattr(lk_triton, f"_lk_{name}_kernel"), {"BLOCK": lk_triton.BLOCK}, logits, 8, 3
+    yield "row_lse", lk_triton._lse_kernel, {"BLOCK": lk_triton.BLOCK}, {}, 8, 3
     yield "candidates", weaver_triton._candidate_kernel, {"BK": 32, "BW": 256}, {}, 4, 3
 
 

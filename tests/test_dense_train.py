@@ -15,10 +15,12 @@ from baselines.methods import resolve
 from tfm import checkpoints, llama_gguf
 from tfm.config import DecodeConfig
 from tfm.decode import Prompt, decode
-from tfm.train import dense, dense_sample
+from tfm.train import dense, dense_sample, lk_forms
 from tfm.train.dense_settings import load_dense_settings
+from tfm.train.export import shipped_bytes
 from tfm.train.layout import Layout
 from tfm.train.loop import Deadline
+from tfm.train.losses import lk_loss, lk_of_rows, row_weights
 from tfm.train.sample import Samples
 
 RECIPE = Path(__file__).parents[1] / "workflows/config/train_dense.yaml"
@@ -127,14 +129,18 @@ def trained(family, tmp_path_factory):
     return layout, {entry["stage"]: entry for entry in report["reports"]}, settings
 
 
-def test_the_shipped_recipe_fits_its_target_and_its_limit():
+def test_the_shipped_recipe_fits_its_target_and_its_limit(tmp_path):
     settings = load_dense_settings(RECIPE)
-    sizes = 0
+    sizes, generator = 0, torch.Generator().manual_seed(0)
     for name, part in settings.parts.items():
-        with torch.device("meta"):
-            model = dense.new_part(name, part, 0) if name != "drafter" else dense.Drafter(part.model)
-        sizes += sum(p.numel() + 2 * p.shape[0] if p.dim() == 2 else 2 * p.numel() for p in model.parameters())
-    assert sizes < settings.max_bytes == 3 * 2**20
+        model = dense.new_part(name, part, 0)
+        with torch.no_grad():
+            # no row is more even than a normal one, which compresses least
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        dense.save_part(name, model, tmp_path / name, storage=settings.storage)
+        sizes += len(shipped_bytes(tmp_path / name / "model.safetensors"))
+    assert sizes < 0.95 * settings.max_bytes and settings.max_bytes == 3 * 2**20
     assert list(settings.parts) == ["drafter", "weaver", "markov", "recurrent"]
     assert {part.model.candidate_pool_size for name, part in settings.parts.items() if name != "drafter"} == {128}
 
@@ -214,6 +220,10 @@ def test_what_ships_decodes_to_ars_tokens(family, trained, head):
         ({"storage": "int4"}, "storage: 'int4' is not allowed .allowed: bfloat16, int8"),
         ({"markov": {"model": {"rank": 8}}}, "markov.train: missing steps, tokens_per_step"),
         ({"gru": {}}, "unknown key gru .allowed: "),
+        (
+            {"markov": {"model": {"rank": 8}, "train": HEAD["train"], "loss": {"form": "cuda"}}},
+            "loss.form: 'cuda' is not allowed .allowed: torch, triton",
+        ),
         ({"sample": {"greedy_share": 1.5}}, "sample.greedy_share: 1.5 is not allowed"),
         ({"sample": {"buckets": [64], "max_new_tokens": 64}}, "sample.buckets: .64. is not allowed .*at least 320"),
         (
@@ -234,3 +244,30 @@ def test_parts_over_the_limit_are_refused(trained, family):
 
     with pytest.raises(ValueError, match=r"max_bytes: the parts hold \d+ bytes, allowed are 1000"):
         dense.dense_export.run(replace(settings, max_bytes=1000), layout, target=family[0] / "target")
+
+
+def test_the_form_of_the_loss_changes_no_digest_and_no_number(family):
+    settings = load_dense_settings(family[0] / "recipe.yaml")
+    other = settings.with_loss_form("triton")
+    assert {part.loss.form for part in other.parts.values()} == {"triton"}
+    assert all(settings.digest_fields(part) == other.digest_fields(part) for part in settings.parts)
+    generator = torch.Generator().manual_seed(1)
+    target, draft = (3 * torch.randn(2, 3, 50, generator=generator) for _ in range(2))
+    weights = row_weights(torch.ones(2, 3, dtype=torch.bool), 4.0)
+    naive = lk_loss(target.log_softmax(-1), draft.log_softmax(-1), weights, kl_scale=1.0, kl_decay=1.0)
+    rows = lk_forms.lk_rows(target, draft, "torch")
+    assert torch.equal(lk_of_rows(*rows, weights, kl_scale=1.0, kl_decay=1.0).loss, naive.loss)
+    candidates = draft.topk(5).indices
+    found = lk_forms.candidate_log_probs(target, candidates, "torch")
+    torch.testing.assert_close(found, target.log_softmax(-1).gather(-1, candidates))
+
+
+def test_a_form_that_gives_another_loss_is_refused(monkeypatch):
+    def wrong(target, draft):
+        alpha, kl = lk_forms.lk_rows(target, draft, "torch")
+        return alpha, 1.1 * kl
+
+    monkeypatch.setattr(lk_forms, "_kernels", lambda: Namespace(lk_rows=wrong))
+    with pytest.raises(ValueError, match="loss.form: triton gives another kl here .*use --loss-form torch"):
+        lk_forms.check_form("triton", 40, "cpu", torch.float32)
+    lk_forms.check_form("torch", 40, "cpu", torch.float32)

@@ -21,7 +21,7 @@ class Blocks:
     tokens: Tensor  # [R, A, D] the target's own token of each row
     inputs: Tensor  # [R, A, D] the token before it: the root, then the continuation
     valid: Tensor  # [R, A, D] bool, False past the end of the answer
-    target_log_probs: Tensor  # [R, A, D, vocab] float32
+    target_logits: Tensor  # [R, A, D, vocab]
     target_hidden: Tensor  # [R, A, d] final-norm hidden state at the root's predecessor
     draft_logits: Tensor  # [R, A, D, vocab]
     draft_hidden: Tensor  # [R, A, D, d]
@@ -36,7 +36,7 @@ def compute_blocks(target: Target, drafter: Drafter, batch: dict[str, Tensor], *
     safe = places.clamp(max=tokens.shape[1] - 2)
     with torch.no_grad():
         every, taps = _read(target, batch)
-        target_log_probs = target.head(pick(every, safe)).float().log_softmax(-1)
+        target_logits = target.head(pick(every, safe))
         before = pick(every, (anchors - 1).clamp(min=0))
     with torch.set_grad_enabled(train_drafter):
         draft_hidden = drafter.forward_blocks(taps, anchors, tokens.gather(1, anchors), target)
@@ -45,7 +45,7 @@ def compute_blocks(target: Target, drafter: Drafter, batch: dict[str, Tensor], *
         tokens=pick(tokens, safe + 1),
         inputs=pick(tokens, safe),
         valid=valid,
-        target_log_probs=target_log_probs,
+        target_logits=target_logits,
         target_hidden=before,
         draft_logits=draft_logits,
         draft_hidden=draft_hidden,

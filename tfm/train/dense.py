@@ -11,6 +11,7 @@ nothing does. The last line of stdout is a JSON object: {"done": [stages], "rema
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -30,6 +31,7 @@ from tfm.train.blocks import RowMeans, compute_blocks, keep_outputs
 from tfm.train.dense_settings import PARTS, DenseSettings, PartSettings, load_dense_settings
 from tfm.train.drafter import VALIDATION_BATCHES, add_marginal_measures, drafter_loss
 from tfm.train.layout import Layout, prepare_device
+from tfm.train.lk_forms import FORMS, check_form
 from tfm.train.loop import Deadline, Stage, train
 from tfm.train.losses import LkLoss
 from tfm.train.precision import Shadow
@@ -40,21 +42,30 @@ from tfm.weaver import Weaver, init_weaver
 STAGES = ("sample", *PARTS, "export")
 
 
+class Material:
+    """What all parts are trained on, loaded once a call: the frozen target, and the rows with its outputs."""
+
+    def __init__(self, settings: DenseSettings, layout: Layout, target: Path, device: str):
+        samples = Samples.load(layout.require(layout.samples, "sample"))
+        self.kept, self.held = dense_sample.split(samples, settings.sample, seed=settings.seed, device=device)
+        drafter, dtype = settings.parts["drafter"], getattr(torch, settings.precision)
+        taps = drafter.model.target_layer_ids
+        self.target = checkpoints.load_target(target, device=device, dtype=dtype, tap_layers=taps)
+        if settings.keep_outputs:
+            keep_outputs(self.target, self.kept, drafter.train.tokens_per_step)
+        self.inputs = {"target": sha256_weights(target), "samples": sha256_file(layout.samples)}
+
+
 def run_part(
-    name: str, settings: DenseSettings, layout: Layout, *, target: Path, device: str, deadline: Deadline
+    name: str, settings: DenseSettings, layout: Layout, material: Material, *, device: str, deadline: Deadline
 ) -> dict:
     """Train, or go on training, one part and export it. Returns the loop's report."""
-    samples = Samples.load(layout.require(layout.samples, "sample"))
-    kept, held = dense_sample.split(samples, settings.sample, seed=settings.seed, device=device)
+    kept, held, frozen = material.kept, material.held, material.target
     part, dtype = settings.parts[name], getattr(torch, settings.precision)
-    taps = settings.parts["drafter"].model.target_layer_ids
-    frozen = checkpoints.load_target(target, device=device, dtype=dtype, tap_layers=taps)
-    if settings.keep_outputs:
-        keep_outputs(frozen, kept, part.train.tokens_per_step)
+    check_form(part.loss.form, frozen.config.vocab_size, device, dtype)
     model = new_part(name, part, settings.seed)
     shadow = Shadow(model.to(device), settings.precision)
-    inputs = {"target": sha256_weights(target), "samples": sha256_file(layout.samples)}
-    drafter = None
+    inputs, drafter = dict(material.inputs), None
     if name != "drafter":
         folder = layout.require(layout.weights("drafter"), "drafter")
         drafter = checkpoints.load_drafter(folder, device=device, dtype=dtype)
@@ -134,17 +145,21 @@ def save_part(name: str, model: nn.Module, folder: Path, *, storage: str) -> Non
 
 def run_stages(settings: DenseSettings, layout: Layout, stages: list[str], options, deadline: Deadline) -> dict:
     """Run the stages in order until one cannot finish before the deadline; finished ones only report."""
-    reports = []
+    reports, material = [], None
     for stage in stages:
         if deadline.is_over:
             break
         began, common = time.monotonic(), {"device": options.device, "deadline": deadline}
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()  # what the last stage held counts as taken otherwise
         if stage == "sample":
             report = dense_sample.run(settings, layout, gguf=options.gguf, **common)
         elif stage == "export":
             report = dense_export.run(settings, layout, target=options.target)
         else:
-            report = run_part(stage, settings, layout, target=options.target, **common)
+            material = material or Material(settings, layout, options.target, options.device)
+            report = run_part(stage, settings, layout, material, **common)
         reports.append(report | {"call_seconds": round(time.monotonic() - began, 1)})
         print(json.dumps(reports[-1]), file=sys.stderr, flush=True)
         if not report["done"]:
@@ -164,6 +179,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--minutes", type=float, help="stop cleanly after this time; default: never")
     add("--stages", default=None, help="comma-separated, in order; default: all that the config names")
+    add("--loss-form", choices=FORMS, help="in place of the config's; a CPU takes torch")
     add("--no-graphs", action="store_true", help="do not use CUDA graphs")
     for part in PARTS:
         add(f"--{part}-steps", type=int, help="in place of the config's")
@@ -176,6 +192,8 @@ def main(arguments: list[str] | None = None) -> None:
     for part in settings.parts:
         settings = settings.with_steps(part, getattr(options, f"{part}_steps"))
     settings = settings.without_graphs() if options.no_graphs else settings
+    form = options.loss_form or ("torch" if options.device == "cpu" else None)
+    settings = settings.with_loss_form(form) if form else settings
     known = ["sample", *settings.parts, "export"]
     stages = options.stages.split(",") if options.stages else known
     unknown = [stage for stage in stages if stage not in known]

@@ -9,7 +9,7 @@ import yaml
 from tfm.llama_gguf import GGUF_SHA256, ORIGIN, REMEDY
 from tfm.manifest import sha256_file, sha256_weights
 from tfm.train.dense_settings import DenseSettings
-from tfm.train.export import SHIPPED, SOURCES, last_row, parameter_count
+from tfm.train.export import SHIPPED, SOURCES, last_row, parameter_count, shipped_bytes
 from tfm.train.layout import Layout
 from tfm.train.text import EXCLUDED_FILES, EXCLUDED_SOURCES
 
@@ -24,9 +24,9 @@ The target is not trained here and not in this folder: {origin}, Apache-2.0, sha
 |---|---:|---:|---|
 {parts}
 
-All files together: {bytes:,} bytes. Matrices are stored as int8 rows with a float16 scale a row: the dequantised
-weights are the model, and the heads were trained on the drafter as it ships. Embedding and head are the target's. The
-tensors ship compressed (`model.safetensors.gz`); size and hashes are of what that holds.
+All files together, as they ship: {bytes:,} bytes. Matrices are stored as int8 rows with a float16 scale a row: the
+dequantised weights are the model, and the heads were trained on the drafter as it ships. Embedding and head are the
+target's. The tensors ship compressed (`model.safetensors.gz`); hashes are of what that holds.
 Curves: `<part>_curve.csv`. Validation is one conversation in {every}, by hash. Alpha is sum min(p, q) over draft rows
 (for a head over its candidates); the chain is the accepted length of the argmax chain along the sampled answers.
 
@@ -57,7 +57,7 @@ The weights are released under Apache-2.0, like the code and the target.
 def run(settings: DenseSettings, layout: Layout, *, target: Path, sources: Path = SOURCES) -> dict:
     """Write README.md, facts.json and curves beside the parts. Raises ValueError when they are too large."""
     files = shipped_files(settings, layout)
-    total = sum(path.stat().st_size for path in files)
+    total = sum(len(shipped_bytes(path)) for path in files)
     if settings.max_bytes is not None and total > settings.max_bytes:
         raise ValueError(f"max_bytes: the parts hold {total} bytes, allowed are {settings.max_bytes}; shrink them")
     if not yaml.safe_load(sources.read_text(encoding="utf-8")).get("training"):

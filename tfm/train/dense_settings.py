@@ -15,7 +15,7 @@ from tfm.train.settings import LossSettings, Schedule
 from tfm.weaver import WeaverConfig
 
 PARTS = ("drafter", *HEADS)
-VOLATILE = ("steps", "decay_fraction", "graphs", "log_every", "validate_every")  # may change while a run goes on
+VOLATILE = ("steps", "decay_fraction", "graphs", "log_every", "validate_every", "seconds")  # may change in a run
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,23 @@ class DenseSettings:
         """Return what a part's weights depend on beside the files it reads; the step count may grow."""
         values = {key: asdict(value) for key, value in vars(self.parts[part]).items()}
         values["train"] = {key: value for key, value in values["train"].items() if key not in VOLATILE}
+        values["loss"].pop("form")
         return {"family": self.family, "seed": self.seed, "precision": self.precision, **values}
 
     def with_steps(self, part: str, steps: int | None) -> "DenseSettings":
-        """Return settings with another number of steps for one part."""
+        """Return settings with another number of steps for one part, however long they take."""
         if steps is None:
             return self
         if steps < 1:
             raise ValueError(f"{part}-steps: {steps} is not allowed (allowed: an integer >= 1); raise it")
         own = self.parts[part]
-        changed = replace(own, train=replace(own.train, steps=steps))
+        changed = replace(own, train=replace(own.train, steps=steps, seconds=None))
         return replace(self, parts={**self.parts, part: changed})
+
+    def with_loss_form(self, form: str) -> "DenseSettings":
+        """Return settings whose parts compute their loss in another form."""
+        parts = {n: replace(part, loss=replace(part.loss, form=form)) for n, part in self.parts.items()}
+        return replace(self, parts=parts)
 
     def without_graphs(self) -> "DenseSettings":
         """Return settings whose parts train without CUDA graphs."""

@@ -11,8 +11,9 @@ from tfm.drafter import Drafter, init_drafter
 from tfm.manifest import sha256_file, sha256_weights
 from tfm.train.blocks import Blocks, RowMeans, compute_blocks, keep_outputs
 from tfm.train.layout import Layout, stage_main
+from tfm.train.lk_forms import lk_rows
 from tfm.train.loop import Deadline, Stage, train
-from tfm.train.losses import LkLoss, leading_matches, lk_loss, row_weights
+from tfm.train.losses import LkLoss, leading_matches, lk_of_rows, row_weights
 from tfm.train.peers import ALONE, Peers
 from tfm.train.precision import Shadow
 from tfm.train.sample import Samples, split_samples
@@ -69,9 +70,8 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
 
 def drafter_loss(blocks: Blocks, settings: LossSettings, peers: Peers = ALONE) -> LkLoss:
     """Return the LK loss of the marginals over the whole vocabulary."""
-    return lk_loss(
-        blocks.target_log_probs,
-        blocks.draft_logits.float().log_softmax(-1),
+    return lk_of_rows(
+        *lk_rows(blocks.target_logits, blocks.draft_logits, settings.form),
         row_weights(blocks.valid, settings.gamma),
         kl_scale=settings.kl_scale,
         kl_decay=settings.kl_decay,

@@ -173,14 +173,24 @@ def promote(source: Path, destination: Path) -> list[str]:
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         name = path.relative_to(source)
         (destination / name).parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors" and any(key.endswith(SCALE) for key in header_of(path)):
+        if is_quantised(path):
             (destination / name).unlink(missing_ok=True)
             name = name.with_name(f"{name.name}.gz")
-            write_atomic(destination / name, gzip.compress(path.read_bytes(), mtime=0))
+            write_atomic(destination / name, shipped_bytes(path))
         else:
             shutil.copyfile(path, destination / name)
         copied.append(name.as_posix())
     return copied
+
+
+def is_quantised(path: Path) -> bool:
+    """Whether a file holds tensors in int8 rows with scales."""
+    return path.suffix == ".safetensors" and any(key.endswith(SCALE) for key in header_of(path))
+
+
+def shipped_bytes(path: Path) -> bytes:
+    """Return a file as it ships: int8 tensors compressed, the same bytes on every call."""
+    return gzip.compress(path.read_bytes(), mtime=0) if is_quantised(path) else path.read_bytes()
 
 
 def main() -> None:

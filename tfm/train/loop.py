@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from tfm.train.precision import Shadow
 from tfm.train.settings import Schedule
 
 SAVE_SECONDS = 60.0
+PACE_STEPS = 100  # timed after the warm-up, to see how many fit a schedule's seconds
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,11 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
     checkpoint was made with other settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    schedule, peers = stage.schedule, stage.peers
+    peers = stage.peers
     optimiser = new_optimiser(stage)
-    step, spent, last = _resume(stage, optimiser, folder)
+    step, spent, last, fitted = _resume(stage, optimiser, folder)
+    pace = Pace(stage.schedule, fitted)
+    schedule = pace.schedule
     device = optimiser.parameters[0].device
     backward = Backward(stage, optimiser, graphs=schedule.graphs and device.type == "cuda" and peers.size == 1)
     curve, began, saved = Curve(folder / "curve.csv", step), time.monotonic() - spent, time.monotonic()
@@ -138,6 +141,7 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
         terms = backward(stage.batch(step))
         backward.update()
         step += 1
+        schedule = pace.after(step, device)
         if step % schedule.log_every and step < schedule.steps:
             continue
         row = {"step": step, "lr_scale": schedule.scale(step - 1), **_floats(stage, step, terms)}
@@ -150,11 +154,11 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
             curve.add(row)
             _report(stage.name, schedule.steps, row)
             if time.monotonic() - saved > SAVE_SECONDS:
-                _save(stage, optimiser, folder, step, time.monotonic() - began, last)
+                _save(stage, optimiser, folder, step, time.monotonic() - began, last, pace.fitted)
                 saved = time.monotonic()
     spent = time.monotonic() - began
     if peers.is_first:
-        _save(stage, optimiser, folder, step, spent, last)
+        _save(stage, optimiser, folder, step, spent, last, pace.fitted)
     peers.wait()
     done = step >= schedule.steps
     return {
@@ -165,6 +169,32 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
         "seconds": round(spent, 1),
         **last,
     }
+
+
+class Pace:
+    """A schedule's steps where it gives seconds instead: measured once, kept over calls in `fitted`."""
+
+    def __init__(self, schedule: Schedule, fitted: int | None):
+        self.schedule, self.fitted = schedule, fitted if schedule.seconds is not None else None
+        self._first: tuple[int, float] | None = None
+        if self.fitted is not None:
+            self.schedule = replace(schedule, steps=self.fitted)
+
+    def after(self, step: int, device: torch.device) -> Schedule:
+        """Return the schedule after `step` steps; with as many steps as fit, once PACE_STEPS of them were timed."""
+        schedule = self.schedule
+        if schedule.seconds is None or self.fitted is not None or step < schedule.warmup_steps:
+            return schedule
+        if self._first is None or step == self._first[0] + PACE_STEPS:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if self._first is None:
+                self._first = step, time.monotonic()
+                return schedule
+            each = (time.monotonic() - self._first[1]) / PACE_STEPS
+            self.fitted = min(schedule.steps, max(step + 1, int(schedule.seconds / each)))
+            self.schedule = replace(schedule, steps=self.fitted)
+        return self.schedule
 
 
 def new_optimiser(stage: Stage) -> MuonAdamW:
@@ -203,10 +233,10 @@ class Curve:
             writer.writerows(self.rows)
 
 
-def _resume(stage: Stage, optimiser: MuonAdamW, folder: Path) -> tuple[int, float, dict]:
+def _resume(stage: Stage, optimiser: MuonAdamW, folder: Path) -> tuple[int, float, dict, int | None]:
     path = folder / "state.pt"
     if not path.is_file():
-        return 0, 0.0, {}
+        return 0, 0.0, {}, None
     state = torch.load(path, map_location="cpu", weights_only=True)
     if state["digest"] != sha256_json(stage.digest_fields):
         raise ValueError(
@@ -217,10 +247,10 @@ def _resume(stage: Stage, optimiser: MuonAdamW, folder: Path) -> tuple[int, floa
         for name, tensor in stage.shadow.model.state_dict().items():
             tensor.copy_(state["model"][name])
     optimiser.load_state_dict(state["optimiser"])
-    return state["step"], state["seconds"], state["last"]
+    return state["step"], state["seconds"], state["last"], state.get("fitted")
 
 
-def _save(stage: Stage, optimiser: MuonAdamW, folder: Path, step: int, seconds: float, last: dict) -> None:
+def _save(stage: Stage, optimiser: MuonAdamW, folder: Path, step: int, seconds: float, last: dict, fitted) -> None:
     state = {
         "digest": sha256_json(stage.digest_fields),
         "model": stage.shadow.model.state_dict(),
@@ -228,6 +258,7 @@ def _save(stage: Stage, optimiser: MuonAdamW, folder: Path, step: int, seconds: 
         "step": step,
         "seconds": seconds,
         "last": last,
+        "fitted": fitted,
     }
     partial = folder / "state.pt.partial"
     torch.save(state, partial)

@@ -38,11 +38,19 @@ def lk_loss(
     Means and alpha are over the rows of all `peers`.
     """
     target, draft = widen(target_log_probs), widen(draft_log_probs)
+    alpha_rows = torch.minimum(target.exp(), draft.exp()).sum(-1)
+    kl_rows = kl_divergence(target.log_softmax(-1), draft)
+    return lk_of_rows(alpha_rows, kl_rows, weights, kl_scale=kl_scale, kl_decay=kl_decay, peers=peers)
+
+
+def lk_of_rows(
+    alpha_rows: Tensor, kl_rows: Tensor, weights: Tensor, *, kl_scale: float, kl_decay: float, peers: Peers = ALONE
+) -> LkLoss:
+    """Return the LK loss of rows [...] whose acceptance and divergence are known."""
     total = peers.sum(weights.sum()).clamp(min=1e-9)
     share = weights.sum() / total
-    alpha_rows = torch.minimum(target.exp(), draft.exp()).sum(-1)
     alpha = (alpha_rows * weights).sum() / total
-    kl = (kl_divergence(target.log_softmax(-1), draft) * weights).sum() / total
+    kl = (kl_rows * weights).sum() / total
     kl_weight = kl_scale * torch.exp(-kl_decay * peers.sum(alpha))
     return LkLoss(kl_weight * kl + (1 - kl_weight) * (share - alpha), alpha, kl, kl_weight * share, alpha_rows)
 

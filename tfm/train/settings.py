@@ -9,6 +9,7 @@ from tfm.checkpoints import STORAGES
 from tfm.drafter import DrafterConfig
 from tfm.target import TargetConfig
 from tfm.train.gdn import FORMS
+from tfm.train.lk_forms import FORMS as LOSS_FORMS
 from tfm.train.precision import PRECISIONS
 from tfm.train.tokenizer import VOCAB_SIZE
 from tfm.weaver import WeaverConfig
@@ -21,7 +22,7 @@ STAGES = ("tokenizer", "target", "sample", "drafter", "weaver", "export")
 class Schedule:
     """One training stage: warm-up, constant, linear decay to zero (WSD); Muon on matrices, AdamW elsewhere."""
 
-    steps: int
+    steps: int  # with `seconds` the most
     tokens_per_step: int  # padded tokens; a batch of rows of one length
     muon_lr: float = 0.006
     adam_lr: float = 0.003
@@ -32,6 +33,8 @@ class Schedule:
     log_every: int = 50
     validate_every: int = 500
     graphs: bool = True  # CUDA graphs; ignored on a CPU
+    # as many steps as fit, by the pace of the first ones: the learning rate then falls to zero in time on any machine
+    seconds: float | None = None
 
     def scale(self, step: int) -> float:
         """Return the learning rate of a step as a fraction of its peak."""
@@ -48,6 +51,13 @@ class LossSettings:
     kl_decay: float = 1.0
     gamma: float = 7.0  # draft row d (0-based) weighs exp(-d / gamma)
     anchors: int = 8  # blocks a sequence
+    form: str = "torch"  # see tfm/train/lk_forms.py; both give the same loss up to rounding
+
+    def __post_init__(self):
+        if self.form not in LOSS_FORMS:
+            raise ValueError(
+                f"loss.form: {self.form!r} is not allowed (allowed: {', '.join(LOSS_FORMS)}); choose one of them"
+            )
 
 
 @dataclass(frozen=True)

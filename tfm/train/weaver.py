@@ -14,6 +14,7 @@ from tfm.target import Target
 from tfm.train.blocks import Blocks, RowMeans, compute_blocks, keep_outputs
 from tfm.train.drafter import VALIDATION_BATCHES, add_marginal_measures
 from tfm.train.layout import Layout, stage_main
+from tfm.train.lk_forms import candidate_log_probs
 from tfm.train.loop import Deadline, Stage, train
 from tfm.train.losses import LkLoss, leading_matches, lk_loss, row_weights
 from tfm.train.peers import ALONE, Peers
@@ -80,15 +81,15 @@ def weaver_loss(
 ) -> tuple[LkLoss, Tensor, Tensor]:
     """Return (LK loss, candidates [R, A, D, K], weaver log-probs over them [R, A, D, K])."""
     count = min(weaver.config.candidate_pool_size, blocks.draft_logits.shape[-1])
-    base, candidates = blocks.draft_logits.float().topk(count, dim=-1)
+    base, candidates = blocks.draft_logits.topk(count, dim=-1)
     queries = weaver.path_queries(
         blocks.target_hidden.flatten(0, 1), blocks.draft_hidden.flatten(0, 1), target.embed(blocks.inputs.flatten(0, 1))
     )
     # all head rows, then the candidates': a small vocabulary makes this cheaper than gathering K rows of the head
     residual = target.head(queries).unflatten(0, candidates.shape[:2]).gather(-1, candidates)
-    log_probs = (base + residual.float()).log_softmax(-1)
+    log_probs = (base.float() + residual.float()).log_softmax(-1)
     terms = lk_loss(
-        blocks.target_log_probs.gather(-1, candidates),
+        candidate_log_probs(blocks.target_logits, candidates, settings.form),
         log_probs,
         row_weights(blocks.valid, settings.gamma),
         kl_scale=settings.kl_scale,

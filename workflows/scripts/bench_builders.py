@@ -97,7 +97,7 @@ def make_arm(name: str, config: dict, models: Models, tokenizer) -> Arm:
     cell = suite.resolve_cell(config, dataset=config["datasets"][0], variant=name, setting="t1", seed=0)
     decode = decode_config(cell, tokenizer)
     arm = Arm(name, decode, methods.resolve(decode.method)(decode, models))
-    scorer = getattr(arm.proposer, "_scorer", None) or getattr(getattr(arm.proposer, "_chain", None), "_scorer", None)
+    scorer = getattr(arm.proposer, "_scorer", None)
     if scorer is not None:
         count_calls(scorer, arm.calls)
     return arm
