@@ -45,8 +45,7 @@ def main() -> int:
         compile_kernel(fused_triton._prefix_kernel, prefix, 4, options.capability)
         shared[f"solve_{nodes}"] = solve.metadata.shared
     cut = recurrent_triton.choose_tiling(128)
-    constants = SHAPE | {"BV": cut.values, "PDL": options.capability >= 90}
-    recurrent = compile_kernel(recurrent_triton._recurrent_kernel, constants, 1, options.capability)
+    recurrent = compile_kernel(recurrent_triton._recurrent_kernel, SHAPE | {"BV": cut.values}, 1, options.capability)
     shared["recurrent"] = recurrent.metadata.shared
     print(json.dumps(shared))
     return 0

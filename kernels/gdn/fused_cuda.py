@@ -121,8 +121,11 @@ def prepare_tree(parents: Tensor, ancestors: Tensor) -> Tensor:
 @functools.cache
 def library(arch: str, group: int, precision: str, overlap: bool, deferred: bool = False) -> ctypes.CDLL:
     """Return the loaded shared object with its signatures declared; built on first use."""
-    built = build(arch, group=group, precision=precision, overlap=overlap, deferred=deferred)
-    loaded = ctypes.CDLL(str(built))
+    return declare(ctypes.CDLL(str(build(arch, group=group, precision=precision, overlap=overlap, deferred=deferred))))
+
+
+def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library with the signatures of its functions declared."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
     loaded.tfm_tree_verify.argtypes = [pointer] * 10 + [number] * 4 + [pointer] * 4 + [number] * 2 + [pointer]
     loaded.tfm_commit.argtypes = [pointer, number, pointer] + [number] * 7 + [pointer]

@@ -1,14 +1,12 @@
 """Gated-DeltaNet tree verification node by node, as the public engines do it: the baseline of the fused form.
 
-One program owns one value tile of one value head of one request and walks the nodes in order. For every node it takes
-its parent's whole state (the committed state for a root), decays it, applies the delta rule, writes the node's output,
-and stores the node's whole state for its children and for the commit:
+One program owns one value tile of one value head of one request and walks the nodes in order. For every node it loads
+its parent's whole state from global memory (the committed state for a root), decays it, applies the delta rule, writes
+the node's output, and stores the node's whole state for its children and for the commit:
 
     S_n = exp(g_n) S_p + k_n u_n^T,   u_n = beta_n (v_n - exp(g_n) S_p^T k_n),   o_n = S_n^T q_n        (paper Eq. 7)
 
-A parent that is the node just before is still in registers; any other was stored earlier and is asked for while the
-node before is computed. The time is serial in the nodes, and T nodes cost T states of traffic, each way unless they
-form a chain. Everything is computed in float32.
+The time is serial in the nodes, and T nodes cost T states of traffic each way. Everything is computed in float32.
 """
 
 from dataclasses import dataclass
@@ -18,10 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfm_kernels import pdl_triton
 from tfm_kernels.gdn import launch
 from tfm_kernels.gdn.naive import MIN_LOG_DECAY
-from tfm_kernels.pdl_triton import follow
 
 NAME = "recurrent_triton"
 DIMS = (16, 32, 64, 128)
@@ -40,7 +36,7 @@ class Tiling:
 def _recurrent_kernel(
     q_p, k_p, v_p, log_decay_p, beta_p, parents_p, state_p, states_p, out_p, u_p, path_p,
     q_r, q_n, q_h, k_r, k_n, k_h, v_r, v_n, v_h, g_r, g_n, g_h, b_r, b_n, b_h, N,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_k = i_h // (HV // H)
@@ -58,46 +54,42 @@ def _recurrent_kernel(
     u_p += (i_r * N * HV + i_h) * V
     path_p += i_r * N * HV + i_h
     own_p, own_path_p = states_p, path_p
-    follow(PDL)
     q, k = tl.load(q_p + keys), tl.load(k_p + keys)
     v, log_decay, beta = tl.load(v_p + values), tl.load(log_decay_p), tl.load(beta_p)
-    # node 0 is a root; `parent` is the next node's, looked up a node ahead of its state
-    state, above = tl.load(state_p + first), tl.zeros((), tl.float64)
-    parent = tl.load(parents_p + 1, mask=N > 1, other=-1)
+    parent = tl.load(parents_p)
     for node in range(N):
+        if parent < 0:  # noqa: SIM108, as Triton code
+            state = tl.load(state_p + first)
+        else:
+            state = tl.load(states_p + parent * (HV * K * V) + tile)
         row_q, row_k, row_v, row_beta = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), beta.to(tl.float32)
-        row_decay, next_parent = tl.maximum(log_decay.to(tl.float32), _FLOOR), parent
-        next_state, next_above = state, tl.zeros((), tl.float64)
+        row_decay, row_parent = tl.maximum(log_decay.to(tl.float32), _FLOOR), parent
         if node + 1 < N:
-            if next_parent < 0:
-                next_state = tl.load(state_p + first)
-            elif next_parent < node:
-                next_state = tl.load(states_p + next_parent * (HV * K * V) + tile)
-                next_above = tl.load(path_p + next_parent * HV, mask=i_v == 0, other=0.0)
-            # the next row's inputs and its parent's state arrive while this one is computed
+            # the next row's inputs arrive while this one waits for its parent's state
             q_p += q_n
             k_p += k_n
             v_p += v_n
             log_decay_p += g_n
             beta_p += b_n
+            parents_p += 1
             q, k = tl.load(q_p + keys), tl.load(k_p + keys)
             v, log_decay, beta = tl.load(v_p + values), tl.load(log_decay_p), tl.load(beta_p)
-            parent = tl.load(parents_p + node + 2, mask=node + 2 < N, other=-1)
+            parent = tl.load(parents_p)
         state *= tl.exp(row_decay)
         # both products of the old state at once: q.(S + k u) = q.S + (q.k) u
         from_k = tl.sum(state * row_k[None, :], axis=1)
         from_q = tl.sum(state * row_q[None, :], axis=1)
         u = row_beta * (row_v - from_k)
-        state += u[:, None] * row_k[None, :]
-        tl.store(own_p + tile, state)
+        tl.store(own_p + tile, state + u[:, None] * row_k[None, :])
         tl.store(out_p + values, from_q + tl.sum(row_q * row_k, axis=0) * u)
         tl.store(u_p + values, u)
-        above += row_decay.to(tl.float64)
-        tl.store(own_path_p, above, mask=i_v == 0)
-        # a later node reads what this one stored
+        if i_v == 0:
+            total = row_decay.to(tl.float64)
+            if row_parent >= 0:
+                total += tl.load(path_p + row_parent * HV)
+            tl.store(own_path_p, total)
+        # a child reads what this node stored
         tl.debug_barrier()
-        is_child = next_parent == node
-        state, above = tl.where(is_child, state, next_state), tl.where(is_child, above, next_above)
         own_p += HV * K * V
         own_path_p += HV
         out_p += HV * V
@@ -145,7 +137,6 @@ def verify_states(
     _recurrent_kernel[(value_dim // tiling.values, value_heads, requests)](
         q, k, v, log_decay, beta, parents, state, states, out, u, path, *strides, nodes,
         H=heads, HV=value_heads, K=key_dim, V=value_dim, BV=tiling.values, num_warps=tiling.warps,
-        **pdl_triton.options(q.device),
     )  # fmt: skip
     return out, u, path, states
 

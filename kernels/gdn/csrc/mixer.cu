@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int DIM = 128, WIDTH = 4, WARPS = 4, EACH = 2;  // EACH rows of a warp
+constexpr int DIM = 128, WIDTH = 4, WARPS = 4, EACH = 1;  // EACH rows of a warp
 constexpr int MAX_ROWS = 144, TOO_MANY_ROWS = -1, TOO_LONG = -2;
 constexpr float NORM_EPS = 1e-6f;
 

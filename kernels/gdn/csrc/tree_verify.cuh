@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(Shape<BLOCKS, TERMS>::THREADS, 1) tree_verify_
 
   if (threadIdx.x >= S::WORKERS) {
     const int thread = threadIdx.x - S::WORKERS;
-    if (thread < BLOCKS * PARTS) barrier_init(&s.ready[thread], 1);
+    if (thread < BLOCKS * PARTS) barrier_init(&s.ready[thread], 32);
     if (thread == 0) barrier_init(&s.scaled, S::TREE);
     tree_stage(s, a, head, request, tile == 0, thread);
     // every thread for its own scales
@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(Shape<BLOCKS, TERMS>::THREADS, 1) tree_verify_
   }
   if (is_key) {
     solve_block<HEADS, TERMS>(acc, s, block, first_head, lane);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.ready[block * PARTS + part]);
+    // every lane for its own part of U'
+    barrier_arrive(&s.ready[block * PARTS + part]);
   }
   store_rows<HEADS>(acc, s, a, is_key, first_row, first_head, lane);
 }

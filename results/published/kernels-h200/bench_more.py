@@ -35,12 +35,25 @@ EDITS = {
             ("    barrier_arrive(&s.scaled);", "    __syncwarp();\n    if (lane == 0) barrier_arrive(&s.scaled);"),
         ],
     },
-    # every lane says that its part of U' is there, not lane 0 for its warp
-    "all_lanes": {
+    # lane 0 says that its warp's part of U' is there, not every lane for its own
+    "one_lane": {
         "tree_verify.cuh": [
-            ("barrier_init(&s.ready[thread], 1);", "barrier_init(&s.ready[thread], 32);"),
-            ("    if (lane == 0) barrier_arrive(&s.ready", "    barrier_arrive(&s.ready"),
+            ("barrier_init(&s.ready[thread], 32);", "barrier_init(&s.ready[thread], 1);"),
+            ("    barrier_arrive(&s.ready", "    __syncwarp();\n    if (lane == 0) barrier_arrive(&s.ready"),
         ]
+    },
+    # the barrier itself carries whether decays span segments, not a word of shared memory written just before it
+    "segments_by_barrier": {
+        "tree_stage.cuh": [
+            ("  bool real[EACH];", "  bool segmented;\n  bool real[EACH];"),
+            ("  segmented = sync_warps_or(2, S::TREE, segmented);", "  own.segmented = segmented;"),
+            ("  if (thread == 0) s.segmented = segmented;", "  sync_warps(2, S::TREE);"),
+            ("  sync_warps(3, S::THREADS);", "  sync_warps_or(3, S::THREADS, own.segmented);"),
+        ],
+        "tree_verify.cuh": [
+            ("  sync_warps(3, S::THREADS);\n", ""),
+            ("segmented = s.segmented;", "segmented = sync_warps_or(3, S::THREADS, false);"),
+        ],
     },
     # nothing is asked for before the parents are there
     "mixer_late": {
@@ -49,12 +62,15 @@ EDITS = {
             ("back == 0 ? own_rows[i] : load4", "load4"),
         ]
     },
-    "mixer_1_row": {"mixer.cu": [("EACH = 2", "EACH = 1")]},
-    "mixer_4_rows": {"mixer.cu": [("EACH = 2", "EACH = 4")]},
+    "mixer_2_rows": {"mixer.cu": [("EACH = 1", "EACH = 2")]},
+    "mixer_4_rows": {"mixer.cu": [("EACH = 1", "EACH = 4")]},
     "mixer_8_warps": {"mixer.cu": [("WARPS = 4", "WARPS = 8")]},
 }  # fmt: skip
 RESULTS = ("q", "k", "v", "log_decay", "beta", "u", "normed")
-VERIFY_KINDS, MIXER_KINDS = ("default", "arrive", "all_lanes"), tuple(x for x in EDITS if x[:5] in ("defau", "mixer"))
+VERIFY_KINDS, MIXER_KINDS = (
+    ("default", "arrive", "one_lane", "segments_by_barrier"),
+    tuple(x for x in EDITS if x[:5] in ("defau", "mixer")),
+)
 
 
 def edit_sources(kind: str, folder: Path) -> None:
