@@ -1,5 +1,7 @@
 """The static engine decides and emits exactly what the reference loop does, for every method."""
 
+import itertools
+
 import pytest
 import torch
 from engine_models import assert_same_records, make_engine, prompts_of, random_family, run_reference, run_static
@@ -9,6 +11,7 @@ from baselines.loading import load_models
 from baselines.static_ddtree import build_by_levels, rank_pairs
 from tfm.config import DecodeConfig
 from tfm.engine.candidates import chunk_of, marginals_from_logits
+from tfm.engine.graphs import GraphClock
 from tfm.marginals import Marginals
 from tfm.trace import STAGES
 
@@ -188,3 +191,25 @@ def test_a_commit_that_moves_no_rows_changes_the_records(nano):
     engine.step.target.commit = lambda path: engine.step.target.length.add_((path >= 0).sum())
     engine.decode(prompts, on_finish=done.append, traced=True)
     assert done[0].output_tokens != run_reference(nano, config, prompts)[0].output_tokens
+
+
+def test_a_step_counts_the_stages_of_the_graphs_that_it_replays(monkeypatch):
+    """A sweep's other graphs, whose events were never recorded, are not read; one replayed twice counts once."""
+    clock = GraphClock("stages")
+    times = itertools.count()
+    monkeypatch.setattr(clock, "_mark", lambda: next(times) / 1e6)
+    captured = []
+    for stage in ("draft", "draft", "verify"):
+        with clock.capture() as spans, clock.stage(stage):
+            pass
+        captured.append(spans)
+    first, other, verify = captured
+    clock.start_step()
+    for spans in (first, verify, first):
+        clock.replay(spans)
+    spent = clock.end_step()
+    assert (spent["draft"], spent["verify"]) == (pytest.approx(1), pytest.approx(1))
+    clock.replay(other)  # ahead of its step
+    clock.start_step()
+    spent = clock.end_step()
+    assert (spent["draft"], spent["verify"]) == (pytest.approx(1), 0)

@@ -1,5 +1,6 @@
 """CUDA graphs of a step's parts, and the clock that times stages inside them."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -16,24 +17,34 @@ class GraphClock(Clock):
 
     def __init__(self, mode: str = "off", device: torch.device | str = "cpu"):
         super().__init__(mode, device)
-        self._kept: list[tuple[str, object, object]] = []
+        self._replayed: dict[int, list[tuple[str, object, object]]] = {}
         self._capturing = False
 
     @contextmanager
     def capture(self):
-        """Keep the stages that are entered in the block: they belong to every later step."""
+        """Yield a list that holds, after the block, the stages entered in it; their graph's replays bring them back."""
+        found: list[tuple[str, object, object]] = []
         self._spans.clear()
         self._capturing = True
         try:
-            yield
+            yield found
         finally:
             self._capturing = False
-            self._kept += self._spans
+            found += self._spans
             self._spans.clear()
 
-    def start_step(self) -> None:
-        super().start_step()
-        self._spans += self._kept
+    def replay(self, spans: list[tuple[str, object, object]]) -> None:
+        """Count the stages of a graph that is replayed now: towards this step, or the next when none is open.
+
+        A graph that a step does not replay has events of another step, or none; one that it replays twice has those of
+        the second time.
+        """
+        self._replayed[id(spans)] = spans
+
+    def end_step(self) -> dict[str, float] | None:
+        self._spans += itertools.chain.from_iterable(self._replayed.values())
+        self._replayed = {}
+        return super().end_step()
 
     def _mark(self):
         if not self._capturing:
@@ -53,6 +64,7 @@ class Part:
         self._function, self._clock, self._pool = function, clock, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Tensor | None = None
+        self._spans: list = []
 
     def warm_up(self, stream: torch.cuda.Stream) -> None:
         """Run on a side stream, as a capture will; libraries keep a workspace for every stream."""
@@ -65,7 +77,7 @@ class Part:
         """Capture on the current device; nothing is executed."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with self._clock.capture(), torch.cuda.graph(graph, pool=self._pool):
+        with self._clock.capture() as self._spans, torch.cuda.graph(graph, pool=self._pool):
             self._result = self._function()
         self._graph = graph
 
@@ -77,4 +89,5 @@ class Part:
         if self._graph is None:
             return self._function()
         self._graph.replay()
+        self._clock.replay(self._spans)
         return self._result
