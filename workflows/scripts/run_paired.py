@@ -101,14 +101,22 @@ class Shared:
         if now != self._round:
             # graphs hold their memory until they go
             self._loops, self._round = {}, now
-            gc.collect()
-            if self._where.type == "cuda":
-                torch.cuda.empty_cache()
+            self._give_back()
         key = json.dumps([cell["decode"], cell["engine"], cell.get("forms"), cell["clock"], config.eos_tokens])
         if key not in self._loops:
-            models = self._models_of(cell)
-            self._loops[key] = engines.make_loop(cell, models, config, self._where, longest=self._longest)
+            models, named = self._models_of(cell), {"longest": self._longest}
+            try:
+                self._loops[key] = engines.make_loop(cell, models, config, self._where, **named)
+            except torch.OutOfMemoryError:
+                logger.warning("%s: out of memory, once more after giving back what nothing holds", cell["variant"])
+                self._give_back()
+                self._loops[key] = engines.make_loop(cell, models, config, self._where, **named)
         return self._loops[key]
+
+    def _give_back(self) -> None:
+        gc.collect()
+        if self._where.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _models_of(self, cell: dict) -> Models:
         # all the parts that any cell needs of the same family
@@ -291,9 +299,13 @@ def run(options: argparse.Namespace) -> dict:
                             claims.note(cell, digest_of(cell, prompts_file(cell, options.out)), failed[cell["path"]])
                         name = "/".join(left[0]["path"].split("/")[-4:])
                         seconds = f"{len(left)} cells, {time.time() - start:.1f} s"
-                        print(f"{name}: {seconds}", file=sys.stderr, flush=True)
+                        print(f"{name}: {seconds}{_reserved(where)}", file=sys.stderr, flush=True)
     left = sum(not is_done(cell, options.out) for group in groups for cell in group)
     return {"groups": len(groups), "prompts": decoded, "left": left, "failed": failed}
+
+
+def _reserved(where: torch.device) -> str:
+    return f", {torch.cuda.max_memory_reserved(where) / 2**30:.1f} GiB reserved" if where.type == "cuda" else ""
 
 
 def _is_left(cell: dict, claims: Claims, failed: dict, options) -> bool:
