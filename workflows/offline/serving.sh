@@ -26,7 +26,5 @@ library_of(torch.device("cuda"), 3, DEFAULT_PRECISION)' & nvcc=$!
     tar -C "$RUN" -czf "$OUT/engines.tar.gz" results/engines ;;
   *) echo "serving.sh: $1 is not allowed (allowed: first, stock, smoke, steps, cells)" >&2; exit 2 ;;
 esac
-for log in "$RUN"/servers/server.log "$RUN"/servers/*/server.log; do
-  [ -e "$log" ] && tail -c 2000000 "$log" > "$OUT/server-$(basename "$(dirname "$log")").log"
-done
-true
+# of this call's servers: their logs are newer than the Python made above
+(cd "$RUN" && find servers -name server.log -newer python -print0 | tar -czf "$OUT/server-logs.tar.gz" --null -T -)
