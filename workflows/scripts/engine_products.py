@@ -109,7 +109,10 @@ def candidates(tokens: int, out_rows: int, inner: int):
     sizes = ((32, 64, 128), (128, 256), (3, 4, 6)) if few else ((64, 128, 256), (64, 128), (3, 4, 5))
     for form, block_out, block_in, stages in itertools.product(("stream", "triton"), *sizes):
         # the stages must fit beside each other
-        room = BLOCK_SHARED // (stages * 2 * block_in * (block_out + padded))
+        needed = stages * 2 * block_in * (block_out + padded)
+        # sums pass through it when they are stored: there the stages are still in use
+        needed += 4 * block_out * padded if form == "stream" else 0
+        room = BLOCK_SHARED // needed
         if inner % block_in or not room or (form == "stream" and block_out == 32):
             continue
         for splits in (1, 2) if form == "stream" else (1, 2, 4, 8):
