@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,3 +307,15 @@ def test_rows_that_the_verify_overwrites_are_refused():
     with pytest.raises(ValueError, match="pending k: .*float32 is not allowed"):
         deferred_cuda.deferred_verify_into(*inputs, *outputs, wide)
     assert inputs[0].shape[-1] == DIM
+
+
+def test_the_benchs_variants_fit_the_sources(tmp_path, monkeypatch):
+    """bench_more.py replaces named lines of the committed sources: each must be there once."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "results/published/kernels-h200"))
+    import bench_more
+
+    for kind, edits in bench_more.EDITS.items():
+        bench_more.edit_sources(kind, tmp_path / kind)
+        for name in edits:
+            assert (tmp_path / kind / name).read_text() != (fused_cuda.SOURCES / name).read_text()
+    assert set(bench_more.VERIFY_KINDS + bench_more.MIXER_KINDS) == set(bench_more.EDITS)

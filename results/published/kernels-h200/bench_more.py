@@ -85,14 +85,14 @@ def edit_sources(kind: str, folder: Path) -> None:
 
 
 @functools.cache
-def library(kind: str, arch: str = "90a"):
+def library(kind: str, precision: str = fused_cuda.DEFAULT_PRECISION, arch: str = "90a"):
     """Return the loaded library of a variant; the committed sources where it has no edits."""
     committed = fused_cuda.SOURCES
     with tempfile.TemporaryDirectory() as folder:
         edit_sources(kind, Path(folder) / "csrc")
         fused_cuda.SOURCES = Path(folder) / "csrc"
         try:
-            return fused_cuda.library.__wrapped__(arch, 3, fused_cuda.DEFAULT_PRECISION, True)
+            return fused_cuda.library.__wrapped__(arch, 3, precision, True)
         finally:
             fused_cuda.SOURCES = committed
 
@@ -100,15 +100,15 @@ def library(kind: str, arch: str = "90a"):
 def build(job: tuple) -> str:
     kind, options = job
     if kind is not None:
-        library(kind)
+        library(kind, **options)
     else:
         fused_cuda.build("90a", **options)
-    return f"{kind or options}"
+    return f"{kind or ''} {options or ''}".strip()
 
 
 def build_all() -> None:
     """Compile all that this file and the GPU tests load, side by side."""
-    jobs = [(kind, {}) for kind in EDITS]
+    jobs = [(kind, {}) for kind in EDITS] + [(kind, {"precision": "bf16"}) for kind in VERIFY_KINDS]
     jobs += [(None, {"group": group, "deferred": late}) for group in fused_cuda.GROUPS for late in (False, True)]
     jobs += [(None, {"precision": precision}) for precision in fused_cuda.PRECISIONS]
     with ProcessPoolExecutor(12) as pool:
@@ -203,19 +203,19 @@ def mixer_step_arms(nodes: int) -> dict[str, list]:
     return {"mixer": step(plain), **arms}
 
 
-def verify_kind_arms(nodes: int, errors: dict) -> dict[str, list]:
+def verify_kind_arms(nodes: int, precision: str, errors: dict) -> dict[str, list]:
     sets = bench.draw_sets(bench.trees_of("random", nodes))
     outputs = bench.empty_outputs(sets)
 
     def launch(kind, arguments, into):
-        fused_cuda.launch_verify(library(kind), (*arguments, *into))
+        fused_cuda.launch_verify(library(kind, precision), (*arguments, *into))
         return into
 
     arms = {
         kind: [lambda k=kind, a=a, o=o: launch(k, a, o) for a, o in zip(sets, outputs, strict=True)]
         for kind in VERIFY_KINDS
     }
-    errors[f"handover-T{nodes}"] = bench.gate(arms, sets)
+    errors[f"handover-{precision}-T{nodes}"] = bench.gate(arms, sets)
     return arms
 
 
@@ -276,7 +276,8 @@ def main() -> None:
     samples, errors = {}, {}
     jobs = {f"step-T{nodes}": functools.partial(deferred_arms, nodes, errors) for nodes in (65, 17, 129)}
     jobs["mixer-step-T65"] = functools.partial(mixer_step_arms, 65)
-    jobs |= {f"handover-T{nodes}": functools.partial(verify_kind_arms, nodes, errors) for nodes in (16, 65, 128)}
+    for precision, nodes in (("bf16x2", 16), ("bf16x2", 65), ("bf16x2", 128), ("bf16", 16)):
+        jobs[f"handover-{precision}-T{nodes}"] = functools.partial(verify_kind_arms, nodes, precision, errors)
     jobs["mixer-T65"] = functools.partial(mixer_arms, 65)
     cases = [("random", nodes) for nodes in (16, 65, 128, 32, 64)] + [("chain", 65), ("mixed", 65)]
     for shape, nodes in cases:
