@@ -9,10 +9,13 @@ CONFIG=${CONFIG:-workflows/config/dense.yaml}
 what=${1:-nothing}; shift
 if [ "$what" != train ]; then
   if [ ! -e $W/README.md ]; then python3 -m tfm.train.export --from "$RUN/dense/weights" --to $W || exit 1; fi
-  python3 workflows/scripts/write_plan.py --out "$R/plan.json" --config "$(python3 -c '
+  # the folder of the sets is machine-bound; the plan calls it local, as the workflow does
+  RESOLVED=$(python3 -c '
 import json, sys, yaml
 from baselines import suite
-print(json.dumps(suite.resolve(yaml.safe_load(open(sys.argv[1])) | {"data": "local"})))' "$CONFIG")" || exit 1
+config = suite.resolve(yaml.safe_load(open(sys.argv[1])) | {"data": sys.argv[2]})
+print(json.dumps(config | {"data": "local"}, sort_keys=True))' "$CONFIG" "$P") || exit 1
+  python3 workflows/scripts/write_plan.py --out "$R/plan.json" --config "$RESOLVED" || exit 1
 fi
 case $what in
   train)
@@ -29,6 +32,6 @@ case $what in
     tar -C "$RUN" -czf "$OUT/dense-cells.tar.gz" results/dense-real ;;
   lossless)
     python3 workflows/scripts/check_lossless.py --weights $W --prompts "$P"/{gsm8k,mtbench}.jsonl --device "$DEVICE" \
-      --max-new-tokens 96 --requests 8 --out "$OUT/lossless.json" "$@" ;;
+      --max-new-tokens 48 --requests 8 --out "$OUT/lossless.json" "$@" ;;
   *) echo "dense.sh: $what is not allowed (allowed: train, builders, measure, lossless)" >&2; exit 2 ;;
 esac

@@ -103,7 +103,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="JSON file to write")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--limit", type=int, help="prompts of each file; default: all")
-    add("--methods", default=",".join(name for name in METHODS if name != "ar"), help="comma-separated")
+    # adaptive takes one request at a time: ask for it with --requests 1
+    several = ",".join(name for name in METHODS if name not in ("ar", "adaptive"))
+    add("--methods", default=several, help=f"comma-separated; default: {several}")
     add("--heads", default=",".join(HEADS), help="comma-separated; those without a folder are left out")
     add("--max-new-tokens", type=int, default=48)
     add("--requests", type=int, default=1, help="decoded together")
