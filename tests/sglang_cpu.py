@@ -17,6 +17,7 @@ import torch
 
 TURNS = 300  # of the scheduler's loop, for a batch of requests
 replays = Counter()  # what was replayed: "target", "draft"
+replaced = []
 NO_STREAM = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
 NO_EVENT = SimpleNamespace(record=lambda *stream: None, synchronize=lambda: None, query=lambda: True)
 
@@ -177,7 +178,8 @@ def replace_graphs() -> None:
     runners.graph_capture = contextlib.contextmanager(lambda: iter([SimpleNamespace(stream=NO_STREAM)]))
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     grower.Part = Part
-    torch.cuda.Stream = torch.cpu.Stream = torch.cpu.current_stream = lambda *_: NO_STREAM
+    torch.cuda.Stream = torch.cpu.Stream = torch.cpu.current_stream = lambda *_, **__: NO_STREAM
+    torch.cpu.stream = torch.cpu.StreamContext = lambda stream: contextlib.nullcontext()
     torch.cpu.Event = lambda *_, **__: NO_EVENT
 
 
@@ -253,6 +255,14 @@ def _replies(sent: list) -> dict[str, dict]:
                 reply["steps"] = output.spec_verify_ct[place]
                 reply["histogram"] = output.spec_correct_drafts_histogram[place]
     return found
+
+
+def register() -> None:
+    """As a plugin of a whole server, in each of its processes (some load plugins twice)."""
+    if not replaced:
+        replaced.append(True)
+        replace_kernels()
+        replace_graphs()
 
 
 def main() -> None:

@@ -21,6 +21,9 @@ from workflow_runs import ROOT
 from baselines.loading import load_models
 from baselines.methods import METHODS, resolve
 from baselines.serving.cell import Place
+from baselines.serving.reply import Arm, Watcher, to_trace
+from baselines.serving.server import Launch, Server
+from baselines.serving.wire import stream
 from baselines.sglang import runner
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode
@@ -60,6 +63,24 @@ def serve(cell: dict, batches: list[list[dict]], folder: Path, *, forms: str = "
     lines = [line.partition(" ") for line in done.stdout.splitlines()]
     replies = [json.loads(text) for word, _, text in lines if word == "REPLY"]
     return replies, json.loads(next(text for word, _, text in lines if word == "REPLAYS"))
+
+
+SITE = "import sys\nsys.path.append({tests!r})\nimport sglang_cpu\nsglang_cpu.import_without_kernels()\n"
+PLUGIN = "[sglang.srt.plugins]\ncpu = sglang_cpu:register\n"
+
+
+def on_this_cpu(launch: Launch, folder: Path) -> Launch:
+    """Return a server's launch with what it needs to run on a CPU in all its processes."""
+    note = folder / "cpu-1.dist-info"
+    note.mkdir(parents=True)
+    (note / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu\nVersion: 1\n")
+    (note / "entry_points.txt").write_text(PLUGIN)
+    (folder / "sitecustomize.py").write_text(SITE.format(tests=str(ROOT / "tests")))
+    known = dict(launch.environment)
+    paths = {"PYTHONPATH": f"{folder}{os.pathsep}{known['PYTHONPATH']}", "TRITON_INTERPRET": "1"}
+    plugins = {"SGLANG_PLUGINS": f"{known['SGLANG_PLUGINS']},cpu"}
+    environment = tuple(sorted((known | paths | plugins).items()))
+    return dataclasses.replace(launch, command=(*launch.command, *CPU), environment=environment)
 
 
 def request(name: str, tokens: list[int], *, temperature=0.0, index=0, new=NEW, abort=None, **sampling) -> dict:
@@ -174,3 +195,26 @@ def test_forced_acceptance_gives_every_step_its_drafts(tmp_path):
     cell["server"]["plugin"]["simulate_accept"] = 2
     (found,), _ = serve(cell, [[request("greedy", FIRST, new=10)]], tmp_path)
     assert found["greedy"]["chunks"] == [1, 3, 3, 3] and found["greedy"]["histogram"] == [0, 0, 3]
+
+
+def test_a_whole_server_is_read_by_the_runner(tmp_path):
+    """HTTP and all: health, facts, a stream's chunks and counters, and a stream closed early in between."""
+    cell, config = cell_of("tfm"), DecodeConfig(method="tfm", temperature=0.0, max_new_tokens=NEW)
+    place = Place(tmp_path / "server", sys.executable, start_seconds=500)
+    launch = on_this_cpu(runner.launch(cell, place=place, environment={}), tmp_path / "cpu")
+    wanted, accepted = reference(cell, FIRST)
+    with Server(launch, folder=place.folder, start_seconds=place.start_seconds) as server:
+        assert runner.facts(server.port, cell)["effective"]["speculative_num_draft_tokens"] == 13
+        for _ in range(2):
+            watcher = Watcher(config, str)
+            reply = runner.generate(server.port, Prompt("p", 0, FIRST), watcher, timeout=200)
+            trace = to_trace(Prompt("p", 0, FIRST), reply, watcher, Arm(speculative=True, nodes=13, depth=None))
+            assert trace.output_tokens == wanted and trace.finish_reason == "length"
+            assert [step.accepted_untrimmed for step in trace.steps] == accepted
+            asked = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+            chunks = stream(
+                server.port, "/generate", {"input_ids": SECOND, "sampling_params": asked, "stream": True}, timeout=200
+            )
+            next(chunks)
+            chunks.close()
+        assert runner.memory(server.port)["memory_gib"] is not None
