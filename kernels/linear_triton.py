@@ -4,8 +4,9 @@ Tokens are the narrow side: a tile is BN rows of the weight by the tokens, which
 and a power of two behind them (65 rows take 64 + 16, not 128). There are two ways to share the work. "triton" gives a
 program one block of the weight's rows, of which the inner dimension may be cut into splits. "stream" starts a program
 or two a multiprocessor and deals out all steps of all blocks evenly, so that none waits for a last wave; a block that
-two programs share is added up by a second launch. Which form a shape takes was measured (`linear_choices.json`); one
-that nobody measured goes to torch's own product.
+two programs share is added up by a second launch. "cuda" is the latter in CUDA C++ (product_cuda.py), with tokens
+padded to 8. Which form a shape takes was measured (`linear_choices.json`); one that nobody measured goes to torch's own
+product.
 """
 
 import functools
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfm_kernels import pdl_triton
+from tfm_kernels import pdl_triton, product_cuda
 from tfm_kernels.dot_triton import dot
 from tfm_kernels.pdl_triton import follow, prefetch
 
@@ -31,10 +32,10 @@ LINE = tl.constexpr(64)  # numbers of bf16 in a line of the L2 cache
 class Choice:
     """How one shape is multiplied: by torch, or by the kernel with these tiles."""
 
-    form: str = "torch"  # torch, triton, stream
+    form: str = "torch"  # torch, triton, stream, cuda
     block_out: int = 64
     block_in: int = 128
-    splits: int = 1  # of the inner dimension; of stream: programs a multiprocessor
+    splits: int = 1  # of the inner dimension; of stream and cuda: programs a multiprocessor
     warps: int = 4
     stages: int = 4
 
@@ -177,6 +178,10 @@ def multiply(x: Tensor, weight: Tensor, choice: Choice, out: Tensor | None = Non
         raise ValueError(
             f"block_in: {choice.block_in} is not allowed for an inner size of {inner} (allowed: a divisor); choose one"
         )
+    if choice.form == "cuda":
+        out = x.new_empty(rows, out_rows) if out is None else out
+        tile = dict(block_out=choice.block_out, warps=choice.warps, stages=choice.stages, each=choice.splits)
+        return product_cuda.multiply(x, weight, out, **tile)
     (first, second), early = token_blocks(rows), pdl_triton.options(x.device)
     out = x.new_empty(rows, out_rows) if out is None else out
     if choice.form == "stream":

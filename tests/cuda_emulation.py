@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tfm_kernels import product_cuda
 from tfm_kernels.gdn import fused_cuda
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
@@ -31,9 +32,10 @@ def cuda_headers() -> Path | None:
     return next((folder for folder in folders if (folder / "cuda_bf16.h").is_file()), None)
 
 
-def write_sources(folder: Path, edits: dict[str, list[tuple[str, str]]]) -> None:
-    shutil.copytree(fused_cuda.SOURCES, folder)
-    real = (folder / "tensor_core.cuh").read_text()
+def write_sources(folder: Path, edits: dict[str, list[tuple[str, str]]], sources: Path = fused_cuda.SOURCES) -> None:
+    """Write the sources for the emulator into `folder`, with the headers that `fused_cuda` shares."""
+    shutil.copytree(sources, folder)
+    real = (fused_cuda.SOURCES / "tensor_core.cuh").read_text()
     for path in folder.iterdir():
         text = path.read_text()
         for old, new in EVERYWHERE:
@@ -53,11 +55,21 @@ def build(
     folder: Path, *, deferred: bool = False, edits: dict[str, list[tuple[str, str]]] | None = None
 ) -> ctypes.CDLL:
     """Return the library of the sources with `edits` (file -> lines to replace); skips where g++ or headers lack."""
+    write_sources(folder, edits or {})
+    return fused_cuda.declare(_compile(folder, [f"-DTFM_DEFERRED={int(deferred)}"]))
+
+
+def build_product(folder: Path, tiles: int, edits: dict[str, list[tuple[str, str]]] | None = None) -> ctypes.CDLL:
+    """Return the library of `product_cuda` for `tiles` tiles of tokens; as `build` otherwise."""
+    write_sources(folder, edits or {}, product_cuda.SOURCES)
+    return product_cuda.declare(_compile(folder, [f"-DTFM_TILES={tiles}"]))
+
+
+def _compile(folder: Path, defines: list[str]) -> ctypes.CDLL:
     headers, compiler = cuda_headers(), shutil.which("g++")
     if headers is None or compiler is None:
         pytest.skip("needs g++ and the headers of a CUDA toolkit")
-    write_sources(folder, edits or {})
-    flags = ["-std=c++20", "-O1", "-w", "-fPIC", f"-I{headers}", f"-DTFM_DEFERRED={int(deferred)}", "-DTFM_OVERLAP=1"]
+    flags = ["-std=c++20", "-O1", "-w", "-fPIC", f"-I{headers}", *defines, "-DTFM_OVERLAP=1"]
 
     def compile_unit(path: Path) -> str:
         target = str(path.with_suffix(".o"))
@@ -69,4 +81,4 @@ def build(
         objects = list(pool.map(compile_unit, sorted(folder.glob("*.cu"))))
     library = folder / "emulated.so"
     subprocess.run([compiler, "-shared", *objects, "-o", library], check=True)
-    return fused_cuda.declare(ctypes.CDLL(str(library)))
+    return ctypes.CDLL(str(library))

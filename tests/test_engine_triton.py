@@ -31,6 +31,7 @@ from tfm.weaver import BiasedRMSNorm  # noqa: E402
 from tfm_kernels import (  # noqa: E402  # noqa: E402
     best_first_triton,
     linear_triton,
+    product_cuda,
     rows_triton,
     sampling_triton,
     tree_attention,
@@ -220,6 +221,31 @@ def test_products_dealt_out_evenly(rows, out_rows, inner, splits, dtype, nan_fil
     got = linear_triton.multiply(x, weight, choice)
     expected = (x.double() @ weight.double().T).to(dtype)
     torch.testing.assert_close(got, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA C++")
+@pytest.mark.parametrize("rows", [1, 65, 80])
+def test_a_choice_of_the_form_cuda_is_multiplied_there(rows):
+    x, weight = draw(rows, 192, dtype=torch.bfloat16), draw(300, 192, seed=1, dtype=torch.bfloat16)
+    choice = linear_triton.Choice("cuda", block_out=256, block_in=64, splits=1, warps=8, stages=5)
+    expected = (x.double() @ weight.double().T).to(torch.bfloat16)
+    for out in (None, torch.empty_like(expected)):
+        got = linear_triton.multiply(x, weight, choice, out)
+        assert out is None or got is out
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 17, 33, 65, 129])
+def test_the_search_tries_only_cuda_tiles_that_fit(rows):
+    sys.path.append(str(Path(__file__).parent.parent / "workflows/scripts"))
+    from engine_products import candidates
+
+    found = [choice for choice in candidates(rows, 5120, 6144) if choice.form == "cuda"]
+    assert len(found) >= 3
+    for choice in found:
+        tile = dict(block_out=choice.block_out, warps=choice.warps, stages=choice.stages, each=choice.splits)
+        assert product_cuda.plan(rows, 5120, slots=132, **tile).stages == choice.stages
+    assert not [choice for choice in candidates(145, 5120, 6144) if choice.form == "cuda"]
 
 
 def test_a_shape_that_was_not_measured_goes_to_torch(tmp_path):

@@ -65,6 +65,7 @@ struct Block {
 
 inline Block* block;
 inline int missing;  // which wait the kernels leave out; 0: none
+inline int conflicts;  // reads of 8x8 matrices, rows of which lie in the same banks
 inline std::mt19937 order;
 inline uint3 thread_index, block_index;
 inline dim3 block_size, grid_size;
@@ -183,6 +184,7 @@ extern "C" inline __attribute__((used)) void emulator_order(unsigned seed, int m
   emulator::order.seed(seed);
   emulator::missing = missing;
 }
+extern "C" inline __attribute__((used)) int emulator_conflicts() { return emulator::conflicts; }
 
 #define threadIdx emulator::thread_index
 #define blockIdx emulator::block_index

@@ -37,6 +37,9 @@ inline void load_any(uint32_t (&r)[4], const void* row, bool transposed) {
   emulator::exchange(row, all);
   const int g = emulator::lane() / 4, t = emulator::lane() % 4;
   for (int i = 0; i < 4; ++i) {
+    unsigned banks = 0;
+    for (int line = 0; line < 8; ++line) banks |= 1u << (reinterpret_cast<uintptr_t>(all[i * 8 + line]) / 16 % 8);
+    emulator::conflicts += banks != 0xff;
     uint16_t pair[2];
     for (int half = 0; half < 2; ++half) {
       const int line = transposed ? 2 * t + half : g, column = transposed ? g : 2 * t + half;

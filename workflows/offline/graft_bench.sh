@@ -19,12 +19,13 @@ bench() { python3 workflows/scripts/bench_engine.py --out "$JSON" "$@"; }
 export -f tests bench
 # 1: right or wrong, beside each other; Triton's cache is warm afterwards
 stage forms 90 bash -c "tests -n 4 tests/test_engine_triton.py" &
+stage product 100 bash -c "tests -n 4 tests/test_product_cuda.py" &
 stage engine 110 bash -c "tests -n 5 tests/test_engine_gpu.py" &
 stage check 200 python3 workflows/scripts/check_graft.py --plan "$RUN/results/graft/plan.json" --device cuda \
   --shallow-layers 16 --prompts 2 --max-new-tokens 20 --out "$JSON/check_graft.json" &
 for part in 0 1 2 3 4 5; do stage compile$part 110 bash -c "bench --stage compile --name compile$part --part $part/6" & done
 wait
-tail -qn 1 "$OUT"/graft-forms.txt "$OUT"/graft-engine.txt "$OUT"/graft-check.txt 2> /dev/null | cut -c1-200
+tail -qn 1 "$OUT"/graft-forms.txt "$OUT"/graft-product.txt "$OUT"/graft-engine.txt "$OUT"/graft-check.txt 2> /dev/null | cut -c1-200
 # 2: early against plain launches, torch's products in both
 stage early 60 bash -c "bench --stage steps --name early --arms ar dflash tfm --variants all:fused_cuda all:fused_cuda:off:plain \
   --contexts 512 --steps 12 --rounds 4 --seconds 45"

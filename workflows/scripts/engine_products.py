@@ -1,5 +1,6 @@
 """Search the tiles of few-row products and of tree attention at a shape, against torch's own form."""
 
+import functools
 import itertools
 import statistics
 import time
@@ -8,7 +9,7 @@ import torch
 from engine_arms import mark, span_ms, synchronise
 from engine_shapes import Sizes
 
-from tfm_kernels import linear_triton, tree_attention, tree_attention_triton
+from tfm_kernels import linear_triton, product_cuda, tree_attention, tree_attention_triton
 from tfm_kernels.gdn.ops import ancestor_mask
 from tfm_kernels.linear_triton import Choice
 
@@ -81,6 +82,8 @@ def _measure(x: torch.Tensor, weights: list[torch.Tensor], deadline: float) -> d
             errors.append(ENDED)
             break
         try:
+            if choice.form == "cuda" and (refused := _cuda_error(x.device, x.shape[0])):
+                raise ValueError(refused)
             error = (linear_triton.multiply(x, weights[0], choice).float() - expected).abs().max().item()
             # NaN is not less than anything
             if not error <= 0.02 * expected.abs().max().item():
@@ -102,8 +105,34 @@ def _measure(x: torch.Tensor, weights: list[torch.Tensor], deadline: float) -> d
     }
 
 
+@functools.cache
+def _cuda_error(where: torch.device, tokens: int) -> str | None:
+    # what does not compile is tried once, not for every tile
+    try:
+        product_cuda.library_of(where, tokens)
+    except (ValueError, RuntimeError, OSError) as error:
+        return str(error)
+    return None
+
+
+def cuda_candidates(tokens: int, inner: int):
+    """Yield the tiles of the form `cuda` worth trying: one program of eight warps, or two of four, a multiprocessor."""
+    for block_out, warps in itertools.product(product_cuda.BLOCKS, product_cuda.WARPS):
+        each = 2 if warps == 4 else 1
+        is_crumb = tokens > 32 and block_out == 64 and each == 1
+        try:
+            # as many stages as fit: the ring is what keeps memory busy
+            how = product_cuda.plan(tokens, 1, block_out=block_out, warps=warps, stages=8, slots=1, each=each)
+        except ValueError:
+            continue
+        if inner % 8 == 0 and how.stages > 2 and not is_crumb:
+            yield Choice("cuda", block_out, product_cuda.STEP, each, warps, how.stages)
+
+
 def candidates(tokens: int, out_rows: int, inner: int):
     """Yield the tiles worth trying for a product."""
+    if tokens <= product_cuda.MAX_ROWS:
+        yield from cuda_candidates(tokens, inner)
     few, padded = tokens <= 32, sum(linear_triton.token_blocks(tokens))
     # the tokens are read again for every block of the weight's rows: many tokens want large blocks
     sizes = ((32, 64, 128), (128, 256), (3, 4, 6)) if few else ((64, 128, 256), (64, 128), (3, 4, 5))
@@ -220,11 +249,17 @@ def run_compile(where: torch.device, options, sizes: Sizes) -> dict:
     for _, (out_rows, inner), counts in _passes(sizes):
         for tokens in counts:
             for choice in candidates(tokens, out_rows, inner):
+                if choice.form == "cuda":
+                    # one library a number of tiles
+                    jobs.setdefault(product_cuda.tiles_of(tokens), (tokens, choice))
+                    continue
                 tile = (sum(linear_triton.token_blocks(tokens)), choice.block_out, choice.block_in, choice.stages)
                 tile += (choice.form,)
                 # with splits the kernel writes float32
                 jobs.setdefault((*tile, choice.form == "triton" and choice.splits > 1), (tokens, choice))
-    mine = [job for number, job in enumerate(jobs.values()) if number % parts == part]
+    # the slow ones first, so that every part takes one
+    ordered = sorted(jobs.values(), key=lambda job: job[1].form != "cuda")
+    mine = [job for number, job in enumerate(ordered) if number % parts == part]
     for tokens, choice in mine:
         x, weight = (torch.ones(rows, 2048, device=where, dtype=torch.bfloat16) for rows in (tokens, 1024))
         try:
