@@ -17,7 +17,7 @@ started = time.monotonic()
 with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
     kinds = [(arch, deferred) for arch in fused_cuda.ARCHITECTURES.values() for deferred in (False, True)]
     built = list(pool.map(lambda kind: fused_cuda.build(kind[0], deferred=kind[1], cache=Path(folder)), kinds))
-    # few, many and most tokens of the card that it was measured on, a tree's elsewhere
+    # few and most tokens for one card, a tree of 65 for each
     tiles = [("90a", 1), ("90a", 18), *((arch, 9) for arch in fused_cuda.ARCHITECTURES.values())]
     built += pool.map(lambda kind: product_cuda.build(*kind, cache=Path(folder)), tiles)
 names = ", ".join(f"sm_{arch}" for arch in fused_cuda.ARCHITECTURES.values())

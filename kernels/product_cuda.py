@@ -28,7 +28,9 @@ BLOCKS, WARPS, STAGES = (64, 128, 256), (4, 8), range(2, 9)
 STEP = 64  # of the inner dimension
 MOST_SUMS = 40  # tiles of 16 x 8 of a warp: 160 of a thread's 255 registers
 BLOCK_SHARED = 227 * 1024  # bytes a block may take of an H200's multiprocessor, which has 1 KiB more for each block
-EVEN_ENOUGH = 0.95  # programs of all that could run: below it, blocks are cut unevenly rather than programs idle
+# share of the multiprocessors' programs that must run where each does whole blocks, or an equal piece of one: otherwise
+# all run and blocks are cut unevenly. Whole blocks save the second launch, so more may idle: NOTES.md
+WHOLE_ENOUGH, PIECES_ENOUGH = 0.84, 0.95
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ def plan(rows: int, out_rows: int, *, block_out: int, warps: int, stages: int, s
         raise ValueError(f"block_out: {block_out} does not fit {each} times beside {rows} rows; choose a smaller one")
     blocks, most = -(-out_rows // block_out), slots * each
     even = blocks * (most // blocks) if blocks <= most else -(-blocks // -(-blocks // most))
-    is_whole = even and even >= EVEN_ENOUGH * most and (blocks % even == 0 or even % blocks == 0)
-    return Plan(block_out, warps, stages, even if is_whole else most)
+    is_even = blocks % even == 0 or even % blocks == 0
+    enough = WHOLE_ENOUGH if blocks % even == 0 else PIECES_ENOUGH
+    return Plan(block_out, warps, stages, even if is_even and even >= enough * most else most)
 
 
 def build(arch: str, tiles: int, *, overlap: bool = True, cache: Path | None = None) -> Path:

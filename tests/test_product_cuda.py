@@ -127,7 +127,8 @@ def test_a_missing_wait_is_seen(emulated, handover):
         pytest.param(5120, 128, 132, True, id="down_dealt_evenly"),
         pytest.param(16480, 128, 129, False, id="gdn_in_a_block_each"),
         pytest.param(16480, 256, 130, True, id="gdn_in_half_a_block_each"),
-        pytest.param(14336, 128, 132, True, id="attention_in_dealt_evenly"),
+        pytest.param(14336, 128, 112, False, id="attention_in_a_block_each_rather_than_a_second_launch"),
+        pytest.param(14336, 256, 132, True, id="attention_in_dealt_evenly"),
     ],
 )
 def test_what_the_programs_are_given(out_rows, block_out, programs, is_shared):

@@ -1,5 +1,5 @@
-// Copies from global to shared memory that stay in flight over several steps: groups of 16-byte copies, waited for in the
-// order of their commits. Plain PTX of sm_80 and later.
+// Copies from global to shared memory that stay in flight over several steps: groups of 16-byte copies, waited for in
+// the order of their commits. Plain PTX of sm_80 and later.
 #pragma once
 
 #include "tensor_core.cuh"

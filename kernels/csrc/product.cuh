@@ -1,10 +1,10 @@
-// x [M, K] times weight [N, K] transposed, bf16 with float32 sums, for M of at most 144: the weight's rows are the tall side
-// of mma, tokens are columns in tiles of 8, so 65 tokens cost 72 columns.
+// x [M, K] times weight [N, K] transposed, bf16 with float32 sums, for M of at most 144: the weight's rows are the tall
+// side of mma, tokens are columns in tiles of 8, so 65 tokens cost 72 columns.
 //
 // A step is 64 of K of one block of 64 TALL rows. Four warps take 16 TALL rows each, with every token; with GROUPS = 2
-// another four take the other half of each step and the two sums meet in shared memory. Weight and tokens come through one
-// ring of stages. Of the blocks, as many as come out even are done whole by one program; the steps of the rest are dealt
-// out evenly, and what several programs did of a block is added up by a second launch in their order.
+// another four take the other half of each step and the two sums meet in shared memory. Weight and tokens come through
+// one ring of stages. Of the blocks, as many as come out even are done whole by one program; the steps of the rest are
+// dealt out evenly, and what several programs did of a block is added up by a second launch in their order.
 #pragma once
 
 #include "copy_ring.cuh"
@@ -59,59 +59,88 @@ __device__ __forceinline__ Place place_of(const Deal& deal, int program, int loc
   return {deal.whole * deal.programs + unit / deal.steps, step, unit - step >= begin};
 }
 
-// The place of step `local`, the one after `at`: divisions only where a block ends.
-__device__ __forceinline__ void advance(Place& at, const Deal& deal, int program, int local) {
-  if (++at.step == deal.steps) at = place_of(deal, program, local);
-}
-
-// One step's weight rows and tokens on their way to `stage`. Chunk c of weight row r lies at c ^ (bits 0, 2, 3 of r), of token
-// r at c ^ (r mod 8): the eight rows that one phase of ldmatrix reads (multiply_step) then lie in different banks.
+// What a thread copies in the step at hand: every so many rows of the weight and of the tokens, 16 bytes of each.
 template <class P>
-__device__ __forceinline__ void bring(unsigned char* stage, const __nv_bfloat16* x, const __nv_bfloat16* weight, int rows,
-                                      int out_rows, int inner, int64_t x_stride, Place at, uint64_t policy) {
-  constexpr int ROWS_A_TURN = P::THREADS / CHUNKS;  // a multiple of 16, so a thread's chunk keeps its place
-  const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS, k = at.step * STEP + chunk * 8;
-  const bool inside = k < inner;
-  const int weight_place = (chunk ^ ((first & 1) | (first >> 1 & 6))) * 16, token_place = (chunk ^ (first & 7)) * 16;
-#pragma unroll
-  for (int r = 0; r < P::BLOCK; r += ROWS_A_TURN) {
-    const int64_t row = static_cast<int64_t>(at.block) * P::BLOCK + first + r;
-    const bool real = inside && row < out_rows;
-    copy_async_16_once(stage + (first + r) * ROW + weight_place, real ? weight + row * inner + k : weight, real, policy);
+struct Source {
+  static constexpr int ROWS_A_TURN = P::THREADS / CHUNKS;  // a multiple of 16, so that a thread's chunk keeps its place
+
+  const __nv_bfloat16 *weight, *tokens;
+  int64_t weight_turn, token_turn;  // elements from one of its rows to the next
+  int left, k;                      // rows of the weight from the block's first on; where its chunk begins
+
+  __device__ void go_to(const Place& at, const __nv_bfloat16* x, const __nv_bfloat16* all, int out_rows, int inner,
+                        int64_t x_stride) {
+    const int first = threadIdx.x / CHUNKS;
+    const int64_t row = static_cast<int64_t>(at.block) * P::BLOCK;
+    k = at.step * STEP + threadIdx.x % CHUNKS * 8;
+    left = static_cast<int>(out_rows - row);
+    weight_turn = static_cast<int64_t>(ROWS_A_TURN) * inner;
+    token_turn = ROWS_A_TURN * x_stride;
+    weight = all + (row + first) * inner + k;
+    tokens = x + first * x_stride + k;
   }
+
+  __device__ void step_on() {
+    weight += STEP;
+    tokens += STEP;
+    k += STEP;
+  }
+};
+
+// One step's weight rows and tokens on their way to `stage`. Chunk c of weight row r lies at c ^ (bits 0, 2, 3 of r), of
+// token r at c ^ (r mod 8): the eight rows that one phase of ldmatrix reads (multiply_half) then lie in different banks.
+// Rows and columns past the end become zeros, and their addresses are not read.
+template <class P>
+__device__ __forceinline__ void bring(unsigned char* stage, const Source<P>& from, int rows, int inner, uint64_t policy) {
+  constexpr int ROWS_A_TURN = Source<P>::ROWS_A_TURN;
+  const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+  unsigned char* to = stage + first * ROW + (chunk ^ ((first & 1) | (first >> 1 & 6))) * 16;
+  const int left = from.k < inner ? from.left : 0, tokens = from.k < inner ? rows : 0;
+  const __nv_bfloat16* row = from.weight;
 #pragma unroll
-  for (int r = 0; r < P::TOKENS; r += ROWS_A_TURN) {
-    const int token = first + r;
-    const bool real = inside && token < rows;
-    if (P::TOKENS % ROWS_A_TURN == 0 || token < P::TOKENS) {
-      copy_async_16(stage + P::WEIGHT_BYTES + token * ROW + token_place, real ? x + token * x_stride + k : x, real);
-    }
+  for (int r = 0; r < P::BLOCK; r += ROWS_A_TURN, row += from.weight_turn) {
+    copy_async_16_once(to + r * ROW, row, first + r < left, policy);
+  }
+  to = stage + P::WEIGHT_BYTES + first * ROW + (chunk ^ (first & 7)) * 16;
+  row = from.tokens;
+#pragma unroll
+  for (int r = 0; r < P::TOKENS; r += ROWS_A_TURN, row += from.token_turn) {
+    if (r + ROWS_A_TURN <= P::TOKENS || first + r < P::TOKENS) copy_async_16(to + r * ROW, row, first + r < tokens);
   }
 }
 
-// sums += 16 TALL rows times all tokens, over half a step (32 of K). Fragment row f of a 16-row tile is its row
-// 4 (f / 2 mod 4) + f mod 2, plus 2 for f of 8 or more: store_tile then has four neighbouring rows of a token in one lane.
+// Where a lane reads in a stage, for the first 16 of K that its warp multiplies: the others lie at these, xor 32 and 64.
+// Fragment row f of a 16-row tile is its row 4 (f / 2 mod 4) + f mod 2, plus 2 for f of 8 or more: store_tile then has
+// four neighbouring rows of a token in one lane.
+struct Lane {
+  int weight, tokens;
+
+  __device__ Lane(int tall, int weight_bytes, int slice, int half) {
+    const int matrix = threadIdx.x % 32 / 8, r = threadIdx.x % 8;
+    weight = (slice * tall * 16 + 4 * (r / 2) + r % 2 + 2 * (matrix % 2)) * ROW + ((half * 4 + matrix / 2) ^ r) * 16;
+    tokens = weight_bytes + r * ROW + ((half * 4 + matrix) ^ r) * 16;
+  }
+};
+
+// sums += 16 TALL rows times all tokens, over half a step (32 of K)
 template <int TILES, int TALL>
-__device__ __forceinline__ void multiply_half(float (&sums)[TALL][TILES][4], const unsigned char* weight,
-                                              const unsigned char* tokens, int half) {
+__device__ __forceinline__ void multiply_half(float (&sums)[TALL][TILES][4], const unsigned char* stage, int weight,
+                                              int tokens) {
   constexpr int TOGETHER = TALL == 4 ? 1 : TALL == 2 ? 2 : 4;  // tiles whose products take turns: no sum waits for itself
-  const int lane = threadIdx.x % 32, matrix = lane / 8, r = lane % 8;
   uint32_t a[2][TALL][4];
-  const unsigned char* own = weight + (4 * (r / 2) + r % 2 + 2 * (matrix % 2)) * ROW;
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
 #pragma unroll
     for (int i = 0; i < TALL; ++i) {
-      load_matrices(a[s][i], own + i * 16 * ROW + ((half * 4 + s * 2 + matrix / 2) ^ r) * 16);
+      load_matrices(a[s][i], stage + (weight ^ s * 32) + i * 16 * ROW);
     }
   }
-  const unsigned char* column = tokens + r * ROW + ((half * 4 + matrix) ^ r) * 16;
 #pragma unroll
   for (int first = 0; first < TILES; first += TOGETHER) {
     uint32_t b[TOGETHER][4];
 #pragma unroll
     for (int j = 0; j < TOGETHER; ++j) {
-      if (first + j < TILES) load_matrices(b[j], column + (first + j) * 8 * ROW);
+      if (first + j < TILES) load_matrices(b[j], stage + tokens + (first + j) * 8 * ROW);
     }
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
@@ -184,27 +213,33 @@ __global__ void __launch_bounds__(32 * SLICES * GROUPS, 1)
   const int count = deal.whole * deal.steps + deal.begin(program + 1) - deal.begin(program);
   const uint64_t policy = policy_read_once();
   float sums[TALL][TILES][4] = {};
+  const Lane own(TALL, P::WEIGHT_BYTES, slice, GROUPS == 1 ? 0 : group);
   Place at = place_of(deal, program, 0), ahead = at;
-  follow_previous_grid();
-  for (int local = 0; local < stages - 1; ++local) {
-    if (local < count) bring<P>(ring + local * P::STAGE_BYTES, x, weight, rows, out_rows, inner, x_stride, ahead, policy);
+  Source<P> source;
+  source.go_to(ahead, x, weight, out_rows, inner, x_stride);
+  // brings step `local` and turns to the next
+  const auto bring_next = [&](int local, unsigned char* stage) {
+    if (local < count) {
+      bring<P>(stage, source, rows, inner, policy);
+      source.step_on();
+      if (++ahead.step == deal.steps) {
+        ahead = place_of(deal, program, local + 1);
+        source.go_to(ahead, x, weight, out_rows, inner, x_stride);
+      }
+    }
     commit_copies();
-    advance(ahead, deal, program, local + 1);
-  }
+  };
+  follow_previous_grid();
+  for (int local = 0; local < stages - 1; ++local) bring_next(local, ring + local * P::STAGE_BYTES);
   int now = 0, next = stages - 1;
   for (int local = 0; local < count; ++local) {
     wait_copies_but(stages - 2);
     __syncthreads();
-    if (local + stages - 1 < count) {
-      bring<P>(ring + next * P::STAGE_BYTES, x, weight, rows, out_rows, inner, x_stride, ahead, policy);
-      advance(ahead, deal, program, local + stages);
-    }
-    commit_copies();
+    bring_next(local + stages - 1, ring + next * P::STAGE_BYTES);
     const unsigned char* stage = ring + now * P::STAGE_BYTES;
-    const unsigned char* own = stage + slice * 16 * TALL * ROW;
 #pragma unroll
     for (int half = 0; half < 2 / GROUPS; ++half) {
-      multiply_half<TILES, TALL>(sums, own, stage + P::WEIGHT_BYTES, GROUPS == 1 ? half : group);
+      multiply_half<TILES, TALL>(sums, stage, own.weight ^ half * 64, own.tokens ^ half * 64);
     }
     next = now;
     now = now + 1 == stages ? 0 : now + 1;
@@ -230,7 +265,7 @@ __global__ void __launch_bounds__(32 * SLICES * GROUPS, 1)
         d[0] = d[1] = d[2] = d[3] = 0.0f;
       }
     }
-    advance(at, deal, program, local + 1);
+    at = place_of(deal, program, local + 1);
   }
 }
 
