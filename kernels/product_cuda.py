@@ -63,12 +63,15 @@ def shared_bytes(tiles: int, block_out: int, warps: int, stages: int) -> int:
     return stages * 2 * STEP * (block_out + 8 * tiles) + (2048 * tiles if warps == 8 else 0)
 
 
-def plan(rows: int, out_rows: int, *, block_out: int, warps: int, stages: int, slots: int, each: int = 1) -> Plan:
+def plan(
+    rows: int, out_rows: int, *, block_out: int, warps: int, stages: int, slots: int, each: int = 1,
+    limit: int = BLOCK_SHARED,
+) -> Plan:  # fmt: skip
     """Return how a product of `rows` with `out_rows` is launched on `slots` multiprocessors with `each` programs.
 
     As many programs run as can at once, or slightly fewer where each then does whole blocks, or an equal share of one,
-    and nothing has to be added up. `stages` may shrink: more tokens than were measured take larger ones. Raises
-    ValueError for what the kernel does not have.
+    and nothing has to be added up. `stages` may shrink: more tokens than were measured take larger ones. `limit` are
+    the bytes of shared memory that the card gives one program. Raises ValueError for what the kernel does not have.
     """
     tiles = tiles_of(rows)
     for name, value, allowed in (("block_out", block_out, BLOCKS), ("warps", warps, WARPS), ("stages", stages, STAGES)):
@@ -79,7 +82,7 @@ def plan(rows: int, out_rows: int, *, block_out: int, warps: int, stages: int, s
             f"block_out: {block_out} is not allowed for {rows} rows (allowed: {64 * (MOST_SUMS // tiles)} or less, "
             "whose sums fit into registers); choose a smaller one"
         )
-    room = (BLOCK_SHARED + 1024) // each - 1024
+    room = (limit + 1024) // each - 1024
     while stages > 2 and shared_bytes(tiles, block_out, warps, stages) > room:
         stages -= 1
     if shared_bytes(tiles, block_out, warps, stages) > room:
@@ -186,8 +189,10 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, *, block_out: int, warps: i
     check(x, weight, out)
     if x.device.type != "cuda":
         raise ValueError(f"x: form cuda needs a CUDA device, not {x.device}; use torch's product there")
-    slots = torch.cuda.get_device_properties(x.device).multi_processor_count
-    how = plan(len(x), len(weight), block_out=block_out, warps=warps, stages=stages, slots=slots, each=each)
+    card = torch.cuda.get_device_properties(x.device)
+    slots, limit = card.multi_processor_count, card.shared_memory_per_block_optin
+    tile = dict(block_out=block_out, warps=warps, stages=stages, each=each)
+    how = plan(len(x), len(weight), **tile, slots=slots, limit=limit)
     lib = library_of(x.device, len(x))
     with torch.cuda.device(x.device):
         launch(lib, x, weight, out, how, torch.cuda.current_stream(x.device).cuda_stream)

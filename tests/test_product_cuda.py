@@ -143,6 +143,8 @@ def test_stages_shrink_to_what_fits():
     assert product_cuda.plan(65, 512, stages=8, **sizes).shared_bytes(9) <= product_cuda.BLOCK_SHARED
     two = product_cuda.plan(65, 512, block_out=128, warps=4, stages=8, slots=132, each=2)
     assert 2 * (two.shared_bytes(9) + 1024) <= 228 * 1024
+    small = product_cuda.plan(65, 512, block_out=128, warps=8, stages=8, slots=132, limit=99 * 1024)
+    assert small.shared_bytes(9) <= 99 * 1024 and small.stages == 3
 
 
 @pytest.mark.parametrize(

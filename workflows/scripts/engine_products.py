@@ -141,14 +141,14 @@ def candidates(tokens: int, out_rows: int, inner: int):
         needed = stages * 2 * block_in * (block_out + padded)
         # sums pass through it when they are stored: there the stages are still in use
         needed += 4 * block_out * padded if form == "stream" else 0
-        room = BLOCK_SHARED // needed
-        if inner % block_in or not room or (form == "stream" and block_out == 32):
+        if inner % block_in or needed > BLOCK_SHARED or (form == "stream" and block_out == 32):
             continue
-        for splits in (1, 2) if form == "stream" else (1, 2, 4, 8):
+        # two programs a multiprocessor were never the fastest of `stream`
+        for splits in (1,) if form == "stream" else (1, 2, 4, 8):
             programs = -(-out_rows // block_out) * splits
             # waves of 132 multiprocessors: neither idle ones nor crumbs
             is_odd = (splits > 1 and programs > 132 * 8) or (splits < 8 and programs < 100)
-            if splits > room if form == "stream" else is_odd:
+            if form != "stream" and is_odd:
                 continue
             yield Choice(form, block_out, block_in, splits, 4 if block_out < 128 else 8, stages)
 
