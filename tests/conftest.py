@@ -46,8 +46,10 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed():
+def fresh_torch():
+    """The same draws in every test, and gradients, which a cell's entry point run in this process turns off."""
     torch.manual_seed(0)
+    torch.set_grad_enabled(True)
 
 
 @pytest.fixture
