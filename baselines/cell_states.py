@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> dict:
         files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
         _ = manifest["cell"]["weights_sha256"], manifest["files"]["requests.parquet"]["rows"], manifest["cell_digest"]
         _ = manifest["source_digest"], manifest["prompts_sha256"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("cell.json is not whole") from error
     if not is_sealed(manifest):
         raise ValueError("cell.json was altered")

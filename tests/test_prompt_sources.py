@@ -118,6 +118,8 @@ def test_a_directory_belongs_to_source_local_alone(source, data):
         pytest.param('{"id": "a", "turns": ["x"]}', "mine line 1: lacks domain", id="no_domain"),
         pytest.param('{"id": "a", "domain": "law", "turns": ["x"]}', "domain 'law' is not allowed", id="domain"),
         pytest.param('{"id": "a", "domain": "math", "turns": "x"}', "turns must be a list", id="turns"),
+        pytest.param('{"id": null, "domain": "math", "turns": ["x"]}', "id None is not allowed", id="null_id"),
+        pytest.param("[" * 100_000, "mine line 1: not JSON", id="nested"),
         pytest.param('{"id": "a", "domain": "math", "turns": ["x"]}\n' * 2, "id 'a' is there twice", id="repeated_id"),
     ],
 )
@@ -240,6 +242,10 @@ def test_a_renamed_hub_column_lists_what_there_is():
     pins = {**ALL_PINS, "hub": {"gsm8k": {**ALL_PINS["hub"]["gsm8k"], "revision": REVISION}}}
     with pytest.raises(ValueError, match=r"column question is not there \(there are: answer, problem\)"):
         load_hub(pins, "gsm8k", load_dataset=lambda *_, **__: [{"problem": "a", "answer": "1"}])
+
+    for turn in ({"text": "a"}, ["a"], 3):  # a list of turns in its place would be sent in part
+        with pytest.raises(ValueError, match="gsm8k row 0: turns must be a list of strings"):
+            load_hub(pins, "gsm8k", load_dataset=lambda *_, turn=turn, **__: [{"question": turn, "answer": "1"}])
 
 
 def test_an_unreachable_hub_is_an_error_that_points_to_local_files():

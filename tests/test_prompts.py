@@ -17,6 +17,7 @@ from tfm.prompts import (
     PromptRow,
     category_quotas,
     prepare,
+    read_prepared,
     render,
     select,
     subsample_key,
@@ -348,3 +349,44 @@ def test_nothing_left_is_an_error_that_names_the_reasons():
 def test_bad_preparation_names_key_and_allowed_values(fields, message):
     with pytest.raises(ValueError, match=message):
         Preparation(**({"max_new_tokens": 4, "context": 99} | fields)).check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"turns": ("half a pair: \ud83d",)}, "row 'x' is not UTF-8 text"),
+        ({"category": "\udc00"}, "row 'x' is not UTF-8 text"),
+        ({"dataset": "mbpp", "meta": {"test_list": "assert f(1)"}}, "row 'x': meta.test_list 'assert f\\(1\\)' is not"),
+        ({"dataset": "mbpp", "meta": {"test_list": [1]}}, "meta.test_list .*allowed: a list of strings"),
+        ({"dataset": "mbpp"}, "meta.test_list None is not allowed"),
+        ({"dataset": "livecodebench", "meta": {"starter_code": ["def f"]}}, "meta.starter_code .*allowed: a string"),
+    ],
+)
+def test_a_row_that_its_template_cannot_show_stops_the_set_and_is_named(fields, message):
+    """A string in place of the list of tests would be sent letter by letter."""
+    row = PromptRow(**{"id": "x", "index": 0, "dataset": "d", "domain": "code", "turns": ("why?",)} | fields)
+    with pytest.raises(ValueError, match=message):
+        prepare([row], TOKENIZER, Preparation(max_new_tokens=4, context=64))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokens": "12"}, "tokens: '12' is not allowed"),
+        ({"tokens": []}, "at least one"),
+        ({"tokens": [3, True]}, "tokens: .3, True. is not allowed"),
+        ({"tokens": [-1]}, "ids >= 0"),
+        ({"index": "0"}, "index: '0' is not allowed"),
+        ({"index": 2**31}, "index: 2147483648 is not allowed"),
+        ({"id": ["a"]}, "id: .'a'. is not allowed"),
+        ({"id": "other"}, "index 0 is there twice"),
+        ({"tokens": ["<<"]}, "not a prepared prompt"),
+    ],
+)
+def test_a_prepared_prompt_of_other_types_is_refused_by_line(tmp_path, fields, message):
+    prompt = dict.fromkeys(("dataset", "domain", "category", "template", "sha256"), "") | {"tokens": [1]}
+    lines = [json.dumps(prompt | {"id": "a", "index": 0}), json.dumps(prompt | {"id": "b", "index": 0} | fields)]
+    path = tmp_path / "set.jsonl"
+    path.write_text("\n".join(lines).replace('"<<"', "[" * 100_000) + "\n")
+    with pytest.raises(ValueError, match=rf"set.jsonl line 2: .*{message}"):
+        read_prepared(path)

@@ -187,7 +187,7 @@ def read_cell(folder: Path) -> dict:
         problem = f"lacks {', '.join(lacking)}" if lacking else f"was altered: its content is not that of its {SEAL}"
     except FileNotFoundError:
         problem = "is missing"
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         problem = "is not whole JSON"
     raise ValueError(f"{path} {problem}; make it again: {rerun_command(path.parent)}")
 

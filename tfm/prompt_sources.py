@@ -91,6 +91,7 @@ def load_hub(pins: dict, name: str, *, load_dataset: Callable | None = None) -> 
     else:
         records = _fetch(load_dataset, name, entry, data_files=entry.get("data_files"))
         rows = [_hub_row(record, index, name, entry) for index, record in enumerate(records)]
+    _check_ids(rows, name)
     actual = _sha256("".join(json.dumps([row.id, row.turns, row.category]) + "\n" for row in rows).encode())
     loaded = _prompt_set(name, "hub", entry, rows, actual, revision=entry["revision"])
     if entry.get("sha256") not in (None, actual):
@@ -118,32 +119,42 @@ def parse_rows(content: bytes, name: str, entry: dict) -> list[PromptRow]:
         raise ValueError(f"{name}: not UTF-8 ({error}); restore the file") from error
     for number, line in enumerate(text.rstrip("\n").split("\n"), start=1):
         rows.append(_file_row(line, f"{name} line {number}", index=number - 1, name=name, entry=entry))
+    _check_ids(rows, name)
+    return rows
+
+
+def _check_ids(rows: list[PromptRow], name: str) -> None:
     seen: set[str] = set()
     for row in rows:
         if row.id in seen:
             raise ValueError(f"{name}: id {row.id!r} is there twice; ids must differ, since they choose subsets")
         seen.add(row.id)
-    return rows
 
 
 def _file_row(line: str, where: str, *, index: int, name: str, entry: dict) -> PromptRow:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error}); restore the file") from error
     missing = [key for key in ("id", "domain", "turns") if not isinstance(fields, dict) or key not in fields]
     if missing:
         raise ValueError(f"{where}: lacks {', '.join(missing)}; a row is {{id, dataset, domain, turns, ...}}")
     if fields["domain"] not in DOMAINS:
         raise ValueError(f"{where}: domain {fields['domain']!r} is not allowed (allowed: {', '.join(DOMAINS)})")
-    turns = fields["turns"]
-    if not isinstance(turns, list) or not all(turn is None or isinstance(turn, str) for turn in turns):
-        raise ValueError(f"{where}: turns must be a list of strings, got {turns!r}; fix the row")
+    turns = _turns(fields["turns"], where)
+    if isinstance(fields["id"], bool) or not isinstance(fields["id"], str | int) or fields["id"] == "":
+        raise ValueError(f"{where}: id {fields['id']!r} is not allowed (allowed: some text or an integer); fix the row")
     meta = fields.get("meta") or {}
     if not isinstance(meta, dict):
         raise ValueError(f"{where}: meta must be an object, got {meta!r}; fix the row")
     category = _joined(meta, entry.get("category", ()), where)
-    return PromptRow(str(fields["id"]), index, name, fields["domain"], tuple(turns), category, meta)
+    return PromptRow(str(fields["id"]), index, name, fields["domain"], turns, category, meta)
+
+
+def _turns(turns, where: str) -> tuple[str | None, ...]:
+    if not isinstance(turns, list) or not all(turn is None or isinstance(turn, str) for turn in turns):
+        raise ValueError(f"{where}: turns must be a list of strings, got {turns!r}; fix the row")
+    return tuple(turns)
 
 
 def _hub_row(record: dict, index: int, name: str, entry: dict) -> PromptRow:
@@ -155,11 +166,11 @@ def _hub_row(record: dict, index: int, name: str, entry: dict) -> PromptRow:
             f"{where}: column {', '.join(lacking)} is not there (there are: {', '.join(sorted(record))}); "
             f"correct hub.{name}.columns in workflows/config/datasets.yaml or pin another revision"
         )
-    turns = record[columns["turns"]] if "turns" in columns else [record[columns["turn"]]]
+    turns = _turns(record[columns["turns"]] if "turns" in columns else [record[columns["turn"]]], where)
     identity = record[columns["id"]] if "id" in columns else index
     meta = {ours: record[theirs] for ours, theirs in columns.items() if ours not in ("id", "turn", "turns")}
     category = _joined(record, entry.get("category", ()), where)
-    return PromptRow(f"{name}/{identity}", index, name, entry["domain"], tuple(turns), category, meta)
+    return PromptRow(f"{name}/{identity}", index, name, entry["domain"], turns, category, meta)
 
 
 def _fetch(load_dataset: Callable, name: str, entry: dict, *, data_files: str | None) -> Iterable[dict]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -146,14 +147,41 @@ def template_name(row: PromptRow, protocol: str) -> str:
 
 
 def render(row: PromptRow, protocol: str) -> str:
-    """Return the user turn that is sent for a row: its first turn in the protocol's template."""
-    values = {
-        "turn": row.turns[0],
-        "tests": "\n".join(row.meta.get("test_list", ())),
-        "starter": row.meta.get("starter_code") or "# YOUR CODE HERE",
-    }
+    """Return the user turn that is sent for a row: its first turn in the protocol's template.
+
+    Raises ValueError, naming the row, where its template needs a value that the row has not, or text is no UTF-8.
+    """
     template = TEMPLATES[protocol][template_name(row, protocol)]
-    return re.sub(r"\{(turn|tests|starter)\}", lambda match: values[match[1]], template)
+    text = re.sub(r"\{(turn|tests|starter)\}", lambda match: _VALUES[match[1]](row), template)
+    try:
+        f"{row.id}{row.category}{text}".encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError(f"{row.dataset}: row {row.id!r} is not UTF-8 text ({error}); fix the row") from error
+    return text
+
+
+def _tests(row: PromptRow) -> str:
+    tests = row.meta.get("test_list")
+    if not isinstance(tests, list | tuple) or not tests or not all(isinstance(test, str) for test in tests):
+        raise ValueError(
+            f"{row.dataset}: row {row.id!r}: meta.test_list {tests!r} is not allowed (allowed: a list of strings, at "
+            "least one, which its template shows); fix the row"
+        )
+    return "\n".join(tests)
+
+
+def _starter(row: PromptRow) -> str:
+    starter = row.meta.get("starter_code")
+    if starter is not None and not isinstance(starter, str):
+        raise ValueError(
+            f"{row.dataset}: row {row.id!r}: meta.starter_code {starter!r} is not allowed (allowed: a string or null); "
+            "fix the row"
+        )
+    return starter or "# YOUR CODE HERE"
+
+
+# what a template's placeholders stand for
+_VALUES = {"turn": lambda row: row.turns[0], "tests": _tests, "starter": _starter}
 
 
 def template_id(row: PromptRow, preparation: Preparation, style: str = QWEN3) -> str:
@@ -233,21 +261,26 @@ def read_prepared(path: Path | str) -> list[PreparedPrompt]:
     prompts = []
     remedy = f"remove it and run Snakemake again, which rebuilds it, or `--force {path}`"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error}); {remedy}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     if not text.endswith("\n"):
         raise ValueError(f"{path}: {'cut off in its last line' if text else 'is empty'}; {remedy}")
     for number, line in enumerate(text[:-1].split("\n"), start=1):
         try:
             prompts.append(PreparedPrompt(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
+        except (json.JSONDecodeError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} line {number}: not a prepared prompt ({error}); {remedy}") from error
-    seen: set[str] = set()
-    for number, prompt in enumerate(prompts, start=1):
-        if prompt.id in seen:
-            raise ValueError(f"{path} line {number}: id {prompt.id!r} is there twice; {remedy}")
-        seen.add(prompt.id)
+        if problem := _problem_of(prompts[-1]):
+            raise ValueError(f"{path} line {number}: {problem}; {remedy}")
+    for key in ("id", "index"):
+        seen = set()
+        for number, prompt in enumerate(prompts, start=1):
+            if (value := getattr(prompt, key)) in seen:
+                raise ValueError(f"{path} line {number}: {key} {value!r} is there twice; {remedy}")
+            seen.add(value)
     manifest_path = path.with_suffix(".manifest.json")
     if manifest_path.exists():
         _check_sha256(path, text, manifest_path, remedy)
@@ -258,7 +291,7 @@ def _check_sha256(path: Path, text: str, manifest_path: Path, remedy: str) -> No
     """Raise ValueError unless the file holds the text that its manifest names."""
     try:
         expected = json.loads(manifest_path.read_text(encoding="utf-8"))["prompts_sha256"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{manifest_path}: no manifest of prepared prompts ({type(error).__name__}: {error}); {remedy}"
         ) from error
@@ -267,6 +300,21 @@ def _check_sha256(path: Path, text: str, manifest_path: Path, remedy: str) -> No
             f"{path} was cut or altered: its sha256 is {_sha256(text)[:12]}, {manifest_path.name} says "
             f"{str(expected)[:12]}; {remedy}"
         )
+
+
+def _problem_of(prompt: PreparedPrompt) -> str:
+    """Return which field of a prepared prompt is of another type than its own; empty for none."""
+    for key, value in vars(prompt).items():
+        if key == "tokens":
+            is_good = isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value)
+            allowed = "a list of ids >= 0, at least one"
+        elif key == "index":
+            is_good, allowed = type(value) is int and 0 <= value < 2**31, "an integer from 0 to 2**31 - 1"
+        else:
+            is_good, allowed = isinstance(value, str), "a string"
+        if not is_good:
+            return f"{key}: {reprlib.repr(value)} is not allowed (allowed: {allowed})"
+    return ""
 
 
 def _first_of_each(by_key: Sequence[PromptRow], quotas: dict[str, int]) -> list[PromptRow]:

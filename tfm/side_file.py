@@ -96,5 +96,5 @@ def _checked(line: bytes) -> dict | None:
         value = json.loads(line)
         body = json.dumps(value["record"], separators=(",", ":"))
         return value["record"] if hashlib.sha256(body.encode()).hexdigest() == value["sha256"] else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None

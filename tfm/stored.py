@@ -150,7 +150,7 @@ def read_config(directory: Path) -> dict:
 def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # cut short, or not UTF-8
+    except (ValueError, RecursionError) as error:  # cut short, or not UTF-8
         raise ValueError(f"{path}: damaged JSON file ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: found {brief(content)}, expected an object; download it again")

@@ -146,7 +146,7 @@ def load_tokenizer(directory: Path | str) -> TextTokenizer:
 def _chat_style(path: Path) -> str:
     try:
         style = json.loads(path.read_text(encoding="utf-8")).get("chat_style", QWEN3) if path.is_file() else QWEN3
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is no JSON object ({error}); restore it, or download it again") from error
     if style not in (QWEN3, SMOLLM2):
         raise ValueError(f"{path}: chat_style {style!r} is not allowed (allowed: {QWEN3}, {SMOLLM2}); leave it out")
@@ -185,7 +185,7 @@ def end_tokens(folder: Path | str, tokenizer: TextTokenizer) -> tuple[int, ...]:
     path = Path(folder) / "generation_config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is no JSON object ({error}); restore it, or download it again") from error
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(token) is int and token >= 0 for token in ids):

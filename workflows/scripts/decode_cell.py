@@ -232,7 +232,7 @@ def read_cell_argument(text: str) -> dict:
         cell = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
     except OSError as error:
         raise ValueError(f"--cell: {text!r} cannot be read ({error.strerror}); give @FILE or JSON text") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--cell: {text[:40]!r} is not JSON ({error}); take one of the suite's plan.json") from error
     if not isinstance(cell, dict) or "decode" not in cell:
         raise ValueError(f"--cell: {text[:40]!r} is no resolved cell; take one of the suite's plan.json")

@@ -106,7 +106,7 @@ def read_plan(path: Path) -> dict:
         problem = "lacks config or cells"
     except FileNotFoundError:
         problem = "does not exist"
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         problem = f"is damaged ({error})"
     raise ValueError(f"plan: {path} {problem}; make it with `snakemake --cores all {path}`, or restore it from git")
 
