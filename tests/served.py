@@ -13,7 +13,7 @@ from workflow_runs import ROOT
 
 from baselines import suite
 from baselines.serving import keeper
-from baselines.serving.cell import Session
+from baselines.serving.cell import Place, Session
 from tfm.prompts import PreparedPrompt
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
@@ -39,6 +39,12 @@ def fake_python(folder: Path, version: str) -> str:
     path.write_text(PYTHON.format(python=sys.executable, version=version, server=str(FAKE_SERVER)))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
+
+
+def place_for(version: str, folder: Path, monkeypatch) -> Place:
+    """Return where the servers of a test live: fake ones of an engine's version, which do nothing wrong."""
+    fault(monkeypatch)
+    return Place(folder / "server", fake_python(folder, version), start_seconds=120)
 
 
 def resolved(engine: str, method: str, *, setting: str = "t0", weights: Path | str | None = None, **more) -> dict:

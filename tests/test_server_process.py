@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from served import fake_python, fault, mark, nothing_runs, on_cpu, processes_of, resolved, rows, serve, write_prompts
-from workflow_runs import ROOT, environment_of, write_tiny_family
+from served import fault, mark, nothing_runs, on_cpu, place_for, processes_of, resolved, rows, serve, write_prompts
+from workflow_runs import ROOT, environment_of
 
 from baselines.serving import keeper, server
 from baselines.serving.cell import Place
@@ -20,35 +20,31 @@ from baselines.sglang.flags import VERSION
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    return write_tiny_family(tmp_path_factory.mktemp("family"))
-
-
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    fault(monkeypatch)
-    return Place(tmp_path / "server", fake_python(tmp_path, VERSION), start_seconds=120)
+    return place_for(VERSION, tmp_path, monkeypatch)
 
 
-def test_a_slow_start_is_waited_for_and_a_slower_one_named(place, tmp_path, weights, monkeypatch):
+def test_a_slow_start_is_waited_for_and_a_slower_one_named(place, tmp_path, tiny_weights, monkeypatch):
     fault(monkeypatch, start_seconds=1.5)
-    serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), place, tmp_path)
+    serve(resolved("sglang", "ar", weights=tiny_weights, max_new_tokens=4), place, tmp_path)
     fault(monkeypatch, start_seconds=60)
     slow = Place(place.folder, place.python, start_seconds=1.5)
     with pytest.raises(ServerError, match="server_seconds: 1.5 is not enough"):
-        serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), slow, tmp_path, "slow")
+        serve(resolved("sglang", "ar", weights=tiny_weights, max_new_tokens=4), slow, tmp_path, "slow")
     assert nothing_runs(place)
 
 
-def test_a_server_that_does_not_start_shows_its_last_words(place, tmp_path, weights, monkeypatch):
+def test_a_server_that_does_not_start_shows_its_last_words(place, tmp_path, tiny_weights, monkeypatch):
     fault(monkeypatch, exit_at_start=3)
     with pytest.raises(ServerError, match="status 3(.|\n)*out of memory on this card"):
-        serve(resolved("sglang", "ar", weights=weights), place, tmp_path)
+        serve(resolved("sglang", "ar", weights=tiny_weights), place, tmp_path)
 
 
-def test_a_crash_in_mid_request_keeps_finished_requests_and_the_next_run_goes_on(place, tmp_path, weights, monkeypatch):
-    cell = resolved("sglang", "dflash", weights=weights, max_new_tokens=12)
+def test_a_crash_in_mid_request_keeps_finished_requests_and_the_next_run_goes_on(
+    place, tmp_path, tiny_weights, monkeypatch
+):
+    cell = resolved("sglang", "dflash", weights=tiny_weights, max_new_tokens=12)
     fault(monkeypatch, pace=0.05)
     # two warm-ups and a prompt, then in the middle of the next prompt
     calls = count_requests(monkeypatch, die_in=4)
@@ -89,13 +85,13 @@ def cmdline(process: int) -> str:
         return ""
 
 
-def test_a_taken_port_is_named(place, tmp_path, weights):
+def test_a_taken_port_is_named(place, tmp_path, tiny_weights):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         busy = Place(place.folder, place.python, port=taken.getsockname()[1], start_seconds=120)
         with pytest.raises(ServerError, match=f"server_port: {busy.port} is not allowed .*leave server_port out"):
-            serve(resolved("sglang", "ar", weights=weights), busy, tmp_path)
+            serve(resolved("sglang", "ar", weights=tiny_weights), busy, tmp_path)
 
 
 def test_two_runs_do_not_share_a_folder(place, tmp_path):
@@ -106,10 +102,10 @@ def test_two_runs_do_not_share_a_folder(place, tmp_path):
         assert first.is_alive()
 
 
-def test_children_that_ignore_the_polite_signal_end_too(place, tmp_path, weights, monkeypatch):
+def test_children_that_ignore_the_polite_signal_end_too(place, tmp_path, tiny_weights, monkeypatch):
     fault(monkeypatch, spawn=True)
     monkeypatch.setattr(keeper, "GRACE", 0.5)
-    serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), place, tmp_path, count=1)
+    serve(resolved("sglang", "ar", weights=tiny_weights, max_new_tokens=4), place, tmp_path, count=1)
     assert nothing_runs(place)
 
 
@@ -120,9 +116,9 @@ def run_script(cell, place, tmp_path, prompts):
     return subprocess.Popen(call, cwd=ROOT, env=environment_of(ROOT), stderr=subprocess.PIPE, text=True)
 
 
-def test_a_killed_runner_takes_its_server_along(place, tmp_path, weights, monkeypatch):
+def test_a_killed_runner_takes_its_server_along(place, tmp_path, tiny_weights, monkeypatch):
     fault(monkeypatch, start_seconds=600, spawn=True)
-    runner = run_script(resolved("sglang", "ar", weights=weights), place, tmp_path, write_prompts(tmp_path))
+    runner = run_script(resolved("sglang", "ar", weights=tiny_weights), place, tmp_path, write_prompts(tmp_path))
     try:
         wait_for(lambda: (place.folder / "server.json").exists() and len(processes_of(mark(place))) >= 3)
         word = mark(place)
@@ -140,18 +136,18 @@ def wait_for(condition, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def test_an_orphan_of_an_earlier_run_ends_before_the_next_server_starts(place, tmp_path, weights):
+def test_an_orphan_of_an_earlier_run_ends_before_the_next_server_starts(place, tmp_path, tiny_weights):
     place.folder.mkdir()
     orphan = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, keeper.MARK: "lost"}
     )
     (place.folder / "server.json").write_text(json.dumps({"token": "lost"}))
-    serve(resolved("sglang", "ar", weights=weights, max_new_tokens=4), place, tmp_path, count=1)
+    serve(resolved("sglang", "ar", weights=tiny_weights, max_new_tokens=4), place, tmp_path, count=1)
     assert orphan.wait(timeout=5) == -signal.SIGTERM
 
 
-def test_a_failing_cell_exits_with_a_status_and_says_why(place, tmp_path, weights, monkeypatch):  # C099
+def test_a_failing_cell_exits_with_a_status_and_says_why(place, tmp_path, tiny_weights, monkeypatch):  # C099
     fault(monkeypatch, exit_at_start=3)
-    runner = run_script(resolved("sglang", "ar", weights=weights), place, tmp_path, write_prompts(tmp_path))
+    runner = run_script(resolved("sglang", "ar", weights=tiny_weights), place, tmp_path, write_prompts(tmp_path))
     _, text = runner.communicate(timeout=300)
     assert runner.returncode == 1 and "out of memory on this card" in text and "Traceback" not in text

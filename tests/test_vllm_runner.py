@@ -2,14 +2,11 @@
 
 import json
 
-import pyarrow.parquet as pq
 import pytest
 from fake_server import token
-from served import fake_python, fault, on_cpu, resolved, write_prompts
-from workflow_runs import write_tiny_family
+from served import fault, place_for, resolved, rows, serve
 
 from baselines.serving import wire
-from baselines.serving.cell import Place, Session
 from baselines.serving.site import with_vocabulary
 from baselines.serving.wire import ServerError
 from baselines.vllm import runner
@@ -18,32 +15,13 @@ from baselines.vllm.flags import VERSION
 SMALL = {"methods": ["ar", "dflash"], "max_new_tokens": 12}
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    return write_tiny_family(tmp_path_factory.mktemp("family"))
-
-
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    fault(monkeypatch)
-    return Place(tmp_path / "server", fake_python(tmp_path, VERSION), start_seconds=120)
+    return place_for(VERSION, tmp_path, monkeypatch)
 
 
-def serve(cell, place, tmp_path):
-    from serve_cell import run_cell
-
-    with Session(place) as session:
-        return run_cell(
-            on_cpu(cell), prompts=write_prompts(tmp_path), out=tmp_path / "cell", session=session, commit="test"
-        )
-
-
-def rows(tmp_path, kind):
-    return pq.read_table(tmp_path / f"cell/{kind}.parquet").to_pylist()
-
-
-def test_differences_of_totals_are_a_requests_counts(place, tmp_path, weights):
-    facts = serve(resolved("vllm", "dflash", weights=weights, **SMALL), place, tmp_path)
+def test_differences_of_totals_are_a_requests_counts(place, tmp_path, tiny_weights):
+    facts = serve(resolved("vllm", "dflash", weights=tiny_weights, **SMALL), place, tmp_path)
     for number, row in enumerate(rows(tmp_path, "requests")):
         # the fake's tokens hang on the request's seed, which differs by prompt
         assert len(row["output_tokens"]) == 12 and row["output_tokens"][0] == token(20 + number, 0)
@@ -53,21 +31,21 @@ def test_differences_of_totals_are_a_requests_counts(place, tmp_path, weights):
     assert facts["engine"]["counters"].startswith("totals of the server only")
 
 
-def test_ar_counts_nothing(place, tmp_path, weights):
-    serve(resolved("vllm", "ar", weights=weights, **SMALL), place, tmp_path)
+def test_ar_counts_nothing(place, tmp_path, tiny_weights):
+    serve(resolved("vllm", "ar", weights=tiny_weights, **SMALL), place, tmp_path)
     assert [row["steps"] for row in rows(tmp_path, "requests")] == [11, 11, 11]
 
 
 @pytest.mark.parametrize("method", ["ddtree", "dartree", "tfm"])
-def test_trees_are_refused_with_the_reason_before_anything_runs(method, weights):
+def test_trees_are_refused_with_the_reason_before_anything_runs(method, tiny_weights):
     with pytest.raises(ValueError, match=f"method: '{method}' is not allowed with engine vllm .*no tree attention"):
-        resolved("vllm", method, weights=weights)
+        resolved("vllm", method, weights=tiny_weights)
 
 
-def test_a_missing_total_is_an_error(place, tmp_path, weights, monkeypatch):  # C027
+def test_a_missing_total_is_an_error(place, tmp_path, tiny_weights, monkeypatch):  # C027
     fault(monkeypatch, without=["metrics"])
     with pytest.raises(ServerError, match="no counter of drafts in /metrics, the cell asks for 15"):
-        serve(resolved("vllm", "dflash", weights=weights, **SMALL), place, tmp_path)
+        serve(resolved("vllm", "dflash", weights=tiny_weights, **SMALL), place, tmp_path)
 
 
 def test_a_total_without_the_others_is_an_error(monkeypatch):
@@ -77,11 +55,11 @@ def test_a_total_without_the_others_is_an_error(monkeypatch):
         runner.totals(1)
 
 
-def test_totals_that_stay_behind_are_an_error(place, tmp_path, weights, monkeypatch):
+def test_totals_that_stay_behind_are_an_error(place, tmp_path, tiny_weights, monkeypatch):
     monkeypatch.setattr(runner, "SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(runner, "totals", lambda port: {"drafts": 7, "accepted_tokens": 9, "by_position": [5, 4]})
     with pytest.raises(ServerError, match="11 tokens after the first and not one step counted"):
-        serve(resolved("vllm", "dflash", weights=weights, **SMALL), place, tmp_path)
+        serve(resolved("vllm", "dflash", weights=tiny_weights, **SMALL), place, tmp_path)
 
 
 def test_a_step_that_drafted_nothing_is_counted_as_a_step(monkeypatch):
@@ -108,19 +86,19 @@ def test_metrics_are_read_from_prometheus_text(monkeypatch):
     assert runner.totals(1) == {"drafts": 12, "accepted_tokens": 31, "by_position": [12, 11]}
 
 
-def test_a_server_that_answers_with_an_error_is_quoted(monkeypatch, place, tmp_path, weights):
+def test_a_server_that_answers_with_an_error_is_quoted(monkeypatch, place, tmp_path, tiny_weights):
     real = wire.call
     monkeypatch.setattr(
         runner, "call", lambda port, method, path: (500, b"") if path == "/metrics" else real(port, method, path)
     )
     with pytest.raises(ServerError, match="GET /metrics: status 500"):
-        serve(resolved("vllm", "dflash", weights=weights, **SMALL), place, tmp_path)
+        serve(resolved("vllm", "dflash", weights=tiny_weights, **SMALL), place, tmp_path)
 
 
-def test_a_drafter_without_a_vocabulary_gets_its_targets(tmp_path, weights):
-    found = with_vocabulary(weights / "drafter", weights / "target", tmp_path)
+def test_a_drafter_without_a_vocabulary_gets_its_targets(tmp_path, tiny_weights):
+    found = with_vocabulary(tiny_weights / "drafter", tiny_weights / "target", tmp_path)
     fields = json.loads((found / "config.json").read_text())
-    assert fields["vocab_size"] == json.loads((weights / "target/config.json").read_text())["vocab_size"]
-    assert (found / "model.safetensors").resolve() == (weights / "drafter/model.safetensors").resolve()
+    assert fields["vocab_size"] == json.loads((tiny_weights / "target/config.json").read_text())["vocab_size"]
+    assert (found / "model.safetensors").resolve() == (tiny_weights / "drafter/model.safetensors").resolve()
     # one that says it is taken as it is
-    assert with_vocabulary(found, weights / "target", tmp_path) == found
+    assert with_vocabulary(found, tiny_weights / "target", tmp_path) == found
