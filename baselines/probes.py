@@ -11,6 +11,7 @@ FILES = {
     "kernels": ("kernels/kernels.json", "kernels/samples.parquet", "kernels/checks.parquet"),
     "definitions": ("definitions/definitions.json",),
     "builders": ("builders/builders.json", "builders/samples.parquet"),
+    "lossless": ("lossless/lossless.json",),
     "families": ("families/families.json", "families/requests.parquet"),
 }
 SCRIPTS = {
@@ -25,11 +26,13 @@ TABLES = {
     "oracle": ("oracle",),
     "kernels": ("kernels",),
     "builders": ("builders",),
+    "lossless": ("lossless",),
     "families": ("families",),
 }
 # probe -> why no job of a suite makes it, and the script that does
 BY_HAND = {
     "builders": ("no job times builders", "bench_builders"),
+    "lossless": ("no job compares all methods in float32", "check_lossless"),
     "families": ("no job trains another family", "compare_families"),
 }
 PARTS = ("target", "drafter", "weaver")

@@ -1,5 +1,6 @@
 """Table `builders`: each builder at the same contexts: time, calls of the head, and share of the oracle tree."""
 
+import numpy as np
 import pandas as pd
 
 from baselines import probes
@@ -26,7 +27,7 @@ def builders(data) -> pd.DataFrame:
             # a chain has fewer nodes than the tree it is held against
             share = metrics.ratio(_prompts(own, "accepted"), _prompts(own, "limit"), "expected_accepted")
             row |= _fields("oracle_share", share)
-            row |= {"faster_than_heap": _ratio(heap, own), "same_nodes_as_heap": _same(heap, own)}
+            row |= _fields("faster_than_heap", _faster(heap, own)) | {"same_nodes_as_heap": _same(heap, own)}
             row |= {"contexts": len(own), "n": own[KEY].drop_duplicates().shape[0], "reason": ""}
             rows.append(row)
     return pd.DataFrame(rows)
@@ -77,8 +78,20 @@ def _prompts(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return means.assign(seed=0)
 
 
-def _ratio(heap: pd.DataFrame, own: pd.DataFrame) -> float | None:
-    return heap["build_us"].median() / own["build_us"].median() if len(heap) else None
+def _faster(heap: pd.DataFrame, own: pd.DataFrame) -> metrics.Estimate:
+    """Return the ratio of the median times with its interval over prompts, both arms resampled together."""
+    if heap.empty:
+        return metrics.EMPTY
+    pairs = heap.merge(own, on=[*KEY, "step"], suffixes=("", "_own"))
+    blocks = [part[["build_us", "build_us_own"]].to_numpy() for _, part in pairs.groupby(KEY)]
+    times = np.full((len(blocks), max(map(len, blocks)), 2), np.nan)  # a prompt that ended early has fewer contexts
+    for block, row in zip(blocks, times, strict=True):
+        row[: len(block)] = block
+    generator = np.random.default_rng(metrics.BOOTSTRAP_SEED)
+    draws = times[generator.integers(len(blocks), size=(metrics.RESAMPLES, len(blocks)))]
+    medians = np.nanmedian(draws.reshape(metrics.RESAMPLES, -1, 2), axis=1)
+    ends = np.percentile(medians[:, 0] / medians[:, 1], [2.5, 97.5]) if len(blocks) > 1 else (np.nan, np.nan)
+    return metrics.Estimate(heap["build_us"].median() / own["build_us"].median(), *map(float, ends), len(blocks))
 
 
 def _same(heap: pd.DataFrame, own: pd.DataFrame) -> float | None:

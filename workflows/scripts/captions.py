@@ -3,6 +3,7 @@
 import arms
 import builder_tables
 import family_tables
+import lossless_table
 import probe_tables
 import tables
 
@@ -21,6 +22,8 @@ TITLES = {
     "ceiling_claims": "Acceptance ceiling: the paper's claims as questions",
     "kernels": "GDN tree verification, microseconds a layer",
     "builders": "Builders at the same contexts, and their share of the oracle tree",
+    "dartree_claims": "DARTree's claims beside what was measured",
+    "lossless": "Token identity with ar",
     "families": "Families trained apart: another seed, other weavers",
     "sanity": "What a reader should doubt",
     "controls": "Controls of the timing",
@@ -67,8 +70,20 @@ NOTES = {
 NOTES["builders"] = (
     "build_us: median of building a tree, the drafter's pass left out, the device idle before and after; calls: "
     "expansions of the head; accepted: what a lossless rule accepts of the tree on average at T = 1; oracle_share: "
-    "that over the best tree of the budget, which no method passes; faster_than_heap: the sequential heap's time over "
-    "this one's; same_nodes_as_heap: share of contexts with the heap's nodes."
+    "that over the best tree of the budget, which no method passes; faster_than_heap: the sequential heap's median "
+    "time over this one's; same_nodes_as_heap: share of contexts with the heap's nodes."
+)
+NOTES["dartree_claims"] = (
+    "paper: printed by DARTree's authors for Qwen3-4B and Qwen3-8B with Domino's head at T = 0, read in a summary. "
+    "reproduced: the interval meets the rule (a gain: above 1 and up to the printed number or past it); smaller: a "
+    "gain, its interval below the printed one; refuted: none of the interval meets the rule; undecided: some does; "
+    "measured: nothing was said; open: no number. Rules and this suite's own claims are the project's. Ratios are "
+    "paired over prompts and seeds."
+)
+NOTES["lossless"] = (
+    "Every prompt decoded by ar and by each method in float32; same: all tokens equal. A difference is a near tie "
+    f"where ar's two best scores, noise in, are within {lossless_table.NEAR_TIE:g} of each other; wrong counts the "
+    "others."
 )
 NOTES["families"] = (
     "metric: tau of a method, or a ratio of accepted drafts a step; over_shipped: the number over the shipped one's, "
@@ -98,7 +113,7 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
     if name in PROBE_TABLES:
         config = data.config
         where = f"Suite {config['suite']}, target {config['family']}{_weights(config)}."
-        notes = {"builders": builder_tables.notes, "families": family_tables.notes}
+        notes = {"builders": builder_tables.notes, "families": family_tables.notes, "lossless": lossless_table.notes}
         said = notes[name](data) if name in notes else probe_tables.notes(name, data)
         return " ".join(filter(None, [f"{TITLES[name]}. {NOTES[name]}", where, said]))
     config, requests = data.config, data.requests

@@ -11,6 +11,7 @@ from run_cells import register_kernels
 register_kernels()
 
 import torch  # noqa: E402
+from lossless_table import is_near_tie  # noqa: E402
 
 from baselines.loading import load_models  # noqa: E402
 from baselines.methods import METHODS, check, resolve  # noqa: E402
@@ -27,7 +28,6 @@ first difference passes only where ar's two best scores are within 1e-4 of each 
 --out: one row a method, head and temperature, and every difference with its gap. Last line of stdout: one JSON object.
 Exit 1 on a difference that is no near tie.
 """
-NEAR_TIE = 1e-4
 TEMPERATURES = (0.0, 1.0)
 
 
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for temperature in TEMPERATURES:
                     test.arm(method, temperature, special)
         facts = device.facts(where)
-    wrong = [d for row in test.rows for d in row["differences"] if not d["gap"] < NEAR_TIE]
+    wrong = [d for row in test.rows for d in row["differences"] if not is_near_tie(d)]
     total = {"compared": sum(row["compared"] for row in test.rows), "same": sum(row["same"] for row in test.rows)}
     total |= {"near_ties": sum(len(row["differences"]) for row in test.rows) - len(wrong), "wrong": len(wrong)}
     budget = {name: getattr(options, name) for name in ("budget", "candidates", "depth", "max_new_tokens")}

@@ -92,12 +92,12 @@ def _number(value) -> str:
     return "" if value is None or pd.isna(value) else f"{value:.2f}"
 
 
-def put_into(readme: Path, table: str) -> None:
+def put_into(readme: Path, table: str, marks: tuple[str, str] = MARKS) -> None:
     """Replace what stands between the marks; raises ValueError for a file without them."""
     text = readme.read_text(encoding="utf-8")
-    pattern = re.compile("(" + re.escape(MARKS[0]) + r")\n.*?(" + re.escape(MARKS[1]) + ")", re.DOTALL)
+    pattern = re.compile("(" + re.escape(marks[0]) + r")\n.*?(" + re.escape(marks[1]) + ")", re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise ValueError(f"--readme: {readme} has no {MARKS[0]} .. {MARKS[1]}; put the two lines where the table goes")
+        raise ValueError(f"--readme: {readme} has no {marks[0]} .. {marks[1]}; put the two lines where the table goes")
     readme.write_text(pattern.sub(lambda found: f"{found[1]}\n{table}\n{found[2]}", text), encoding="utf-8")
 
 

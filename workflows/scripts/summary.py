@@ -6,7 +6,9 @@ from datetime import datetime
 
 import builder_tables
 import controls
+import dartree_claims
 import family_tables
+import lossless_table
 import pandas as pd
 import sanity
 import tables
@@ -33,6 +35,8 @@ def summary(data: tables.Suite, frames: dict[str, pd.DataFrame]) -> dict:
         **_controls(frames["controls"]),
         **_definitions(data),
         **builder_tables.values(frames["builders"], data.config["budget"]),
+        **dartree_claims.values(frames["dartree_claims"]),
+        **lossless_table.values(frames["lossless"]),
         **family_tables.values(frames["families"]),
         "suite_seconds": _entry(seconds, "value", "s in which at least one cell ran"),
         "cells": _entry({"value": count, "n": count}, "value", "cells"),

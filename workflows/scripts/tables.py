@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import arms
 import builder_tables
 import controls
+import dartree_claims
 import family_tables
+import lossless_table
 import pandas as pd
 import probe_tables
 import sanity
@@ -224,6 +226,8 @@ TABLES = {
     "controls": controls.controls,
     "arms": arms.arms,
     "builders": builder_tables.builders,
+    "dartree_claims": dartree_claims.dartree_claims,
+    "lossless": lossless_table.lossless,
     "families": family_tables.families,
 }
 

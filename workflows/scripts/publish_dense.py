@@ -1,0 +1,134 @@
+"""Publish suite dense-real as it came back from a GPU machine: records, builders, losslessness, DARTree's claims."""
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pandas as pd
+import yaml
+from dense_readme import folder_text, readme_text
+from make_figures import draw
+from packing import PLAN, write_packed
+from probe_records import load_probes
+from publish import check_clean, copy_probes, pack, private_words
+from publish_graft import put_into, whole_cells
+from rebuild_published import rebuild_suite
+from write_manifest import manifest
+
+from tfm.manifest import sha256_file
+
+DESCRIPTION = """
+Reads --run, the folder that workflows/offline/dense.sh worked in: results/dense-real (plan, prompts, cells, builders),
+and lossless.json. Writes --out anew, at most --limit bytes: records packed in one parquet a kind, plan, manifest,
+tables, figures, compare, builders/, lossless/, summary.json and README.md with DARTree's claims beside the numbers.
+Planned cells that are not there are left out and counted. NOTES.md in --out stays. With --readme, what stands between
+<!-- table: dense --> and <!-- end of table: dense --> is replaced. Last line of stdout: one JSON object. Exit 2 on bad
+input.
+"""
+SUITE = "results/dense-real"
+LIMIT = 1_000_000
+TABLES = ("dartree_claims", "lossless")  # of what lies beside the cells; a plan of before them lacks the names
+LEFT_OUT = ("*.md", "*.tex")
+MARKS = ("<!-- table: dense -->", "<!-- end of table: dense -->")
+
+
+def as_measured(run: Path, plan: dict) -> dict:
+    """Return the plan with each cell as its manifest has it: budgets may have been timed after the plan was written."""
+    cells = []
+    for cell in plan["cells"]:
+        facts = json.loads((run / cell["path"] / "cell.json").read_text(encoding="utf-8"))
+        cells.append(facts["cell"] | {"path": cell["path"], "part": cell["part"]})
+    tables = [*plan["config"]["tables"], *(name for name in TABLES if name not in plan["config"]["tables"])]
+    return {**plan, "config": plan["config"] | {"tables": tables}, "cells": cells}
+
+
+def copy_beside(run: Path, lossless: Path | None, out: Path) -> None:
+    """Copy the builders' records and lossless.json; raises ValueError naming what is missing or was wrong."""
+    copy_probes(run / SUITE, out)
+    if not (out / "builders").is_dir():
+        raise ValueError(f"--run: {run / SUITE}/builders is missing; unpack builders.tar.gz there")
+    if lossless is None or not lossless.is_file():
+        raise ValueError(f"--lossless: {lossless} is missing; give the lossless.json of dense.sh lossless")
+    (out / "lossless").mkdir(exist_ok=True)
+    shutil.copyfile(lossless, out / "lossless/lossless.json")
+    if wrong := json.loads(lossless.read_text(encoding="utf-8"))["wrong"]:
+        raise ValueError(f"--lossless: {wrong} outputs of {lossless} differ from ar's and are no near ties; mend them")
+
+
+def write_folder(run: Path, plan: dict, lossless: Path | None, expected: dict, packed: Path, made: Path) -> None:
+    """Write everything but README.md into `packed`; `made` takes the tables' other forms."""
+    copy_beside(run, lossless, packed)
+    with contextlib.chdir(run):  # cells are named by their paths in the suite
+        pack([Path(cell["path"]) for cell in plan["cells"]], packed)
+        facts = manifest(plan, Path(SUITE))
+    write_packed(packed / PLAN, plan)
+    rebuild_suite(packed, expected, made, figures=False)
+    draw(made / "tables", made / "figures", plan["config"]["figures"])
+    for name in ("summary.json", "compare.csv"):
+        shutil.copyfile(made / name, packed / name)
+    # rule rebuild_published makes the other forms again
+    shutil.copytree(made / "tables", packed / "tables", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    (packed / "figures").mkdir()
+    for path in (made / "figures").glob("*.svg"):
+        shutil.copyfile(path, packed / "figures" / path.name)
+    facts["probes"] = {name: probe.facts for name, probe in load_probes(packed).items()}
+    files = (path for pattern in ("tables/*", "figures/*", "*.csv", "summary.json") for path in packed.glob(pattern))
+    facts["outputs"] = {path.relative_to(packed).as_posix(): sha256_file(path) for path in sorted(files)}
+    write_packed(packed / "manifest.json.gz", facts)
+
+
+def publish(options) -> dict:
+    """Write everything; return sizes and what is missing. Raises ValueError for too many bytes or damaged records."""
+    run, out = options.run.resolve(), options.out.resolve()
+    expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
+    planned = json.loads((run / SUITE / "plan.json").read_text(encoding="utf-8"))
+    plan, missing = whole_cells(run, planned)
+    if not plan["cells"]:
+        raise ValueError(f"--run: no cell of {SUITE} is there; run dense.sh measure")
+    made, packed = out.with_name(f".{out.name}.made"), out.with_name(f".{out.name}.partial")
+    for folder in (made, packed):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    write_folder(run, as_measured(run, plan), options.lossless, expected, packed, made)
+    tables = {path.stem: pd.read_csv(path, keep_default_na=True) for path in (packed / "tables").glob("*.csv")}
+    summary = json.loads((packed / "summary.json").read_text(encoding="utf-8"))
+    (packed / "README.md").write_text(folder_text(packed, tables, summary, len(planned["cells"])), encoding="utf-8")
+    for kept in out.glob("*.md") if out.exists() else ():
+        if not (packed / kept.name).exists():
+            shutil.copyfile(kept, packed / kept.name)
+    check_clean(packed, private_words(Path.cwd()))
+    sizes = {path.relative_to(packed).as_posix(): path.stat().st_size for path in packed.rglob("*") if path.is_file()}
+    if sum(sizes.values()) > options.limit:
+        largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:5])
+        raise ValueError(f"{out}: {sum(sizes.values())} bytes, more than --limit {options.limit}; largest: {largest}")
+    shutil.rmtree(out, ignore_errors=True)
+    packed.rename(out)
+    shutil.rmtree(made)
+    if options.readme:
+        put_into(options.readme, readme_text(tables, summary), MARKS)
+    found = {"published": str(options.out), "bytes": sum(sizes.values()), "cells": len(plan["cells"])}
+    return found | {"missing": len(missing), "first_missing": missing[:1]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, type=Path, help="folder RUN of the offline scripts, or the checkout")
+    parser.add_argument("--lossless", type=Path, help="lossless.json")
+    parser.add_argument("--out", type=Path, default=Path("results/published/dense-h200"))
+    parser.add_argument("--expected", type=Path, default=Path("workflows/config/expected.yaml"))
+    parser.add_argument("--readme", type=Path, help="file whose table is replaced")
+    parser.add_argument("--limit", type=int, default=LIMIT, help=f"bytes at most (default: {LIMIT})")
+    options = parser.parse_args()
+    try:
+        print(json.dumps(publish(options)))
+    except ValueError as error:
+        print(f"publish_dense: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
