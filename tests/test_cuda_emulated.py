@@ -18,10 +18,10 @@ TOLERANCE = 3e-5  # as on a GPU (cuda_cases)
 HANDOVERS = ("none", "copies", "segments", "scales", "scales_of_threads", "writes", "writes_of_lanes")
 # the kernel's handovers with a switch: emulator::missing = i leaves the wait of HANDOVERS[i] out
 SWITCHES = {
-    "tree_stage.cuh": [("  sync_warps(3,", "  if (emulator::missing != 2) sync_warps(3,")],
+    "tree_stage.cuh": [("  sync_warps_or(3,", "  if (emulator::missing != 2) sync_warps_or(3,")],
     "tree_verify.cuh": [
         ("  sync_warps(1, S::WORKERS);\n}", "  if (emulator::missing != 1) sync_warps(1, S::WORKERS);\n}"),
-        ("sync_warps(3, S::THREADS);", "sync_warps(3, emulator::missing == 2 ? S::WORKERS : S::THREADS);"),
+        ("sync_warps_or(3, S::THREADS,", "sync_warps_or(3, emulator::missing == 2 ? S::WORKERS : S::THREADS,"),
         ("  barrier_wait(&s.scaled);", "  if (emulator::missing != 3) barrier_wait(&s.scaled);"),
         ("(&s.scaled, S::TREE);", "(&s.scaled, emulator::missing == 4 ? S::TREE / 32 : S::TREE);"),
         ("    barrier_arrive(&s.scaled);", "    if (emulator::missing != 4 || lane == 0) barrier_arrive(&s.scaled);"),

@@ -29,7 +29,7 @@ stage bench 75 python3 $HERE/bench_more.py --out "$OUT" --commit "$COMMIT" ${SGL
 # 3: shared memory: the committed kernels, then each handover's other form, to know what the tool follows
 race() { compute-sanitizer --tool racecheck --racecheck-report analysis --print-limit 20 python3 $HERE/sanitize.py "$@" 2>&1; }
 export -f race
-stage race 60 bash -c "race verify --kind one_lane > $RUN/log/race1.txt & race verify --kind segments_by_barrier > $RUN/log/race2.txt &
+stage race 60 bash -c "race verify --kind one_lane > $RUN/log/race1.txt & race verify --kind one_barrier_less > $RUN/log/race2.txt &
   race verify deferred mixer; wait; tail -n +1 $RUN/log/race[12].txt"
 # 4: what bounds the mixer and the deferred verify, at the paper's heads
 stage ncu 40 ncu --set full --clock-control none --launch-count 9 --print-details header \

@@ -11,6 +11,7 @@ template <typename S>
 struct OwnNodes {
   static constexpr int EACH = (S::ROWS + S::TREE - 1) / S::TREE;
   typename S::Node node[EACH];
+  bool segmented;  // some segment of this thread's nodes differs from 0
   bool real[EACH];  // inside the tree and no padding
   float beta[EACH][GROUP];
   float fraction[EACH][GROUP];               // of the path's log2 decay, |fraction| <= 1/2
@@ -108,8 +109,8 @@ __device__ __forceinline__ void write_segments(OwnNodes<S>& own, S& s, int threa
       if (n < S::ROWS) s.nodes[n].words[w] = own.node[m].words[w];
     }
   }
-  segmented = sync_warps_or(2, S::TREE, segmented);
-  if (thread == 0) s.segmented = segmented;
+  own.segmented = segmented;
+  sync_warps(2, S::TREE);
 }
 
 template <typename S>
@@ -134,7 +135,7 @@ __device__ __forceinline__ void write_scales(const OwnNodes<S>& own, S& s, const
   }
 }
 
-// Barrier 3 says that the segments are there; the caller says when the scales are. Waiting there costs nothing: scales are
+// Barrier 3 says that the segments are there, and whether any differs from 0; the caller says when the scales are. Waiting there costs nothing: scales are
 // needed after the inverses, which start behind that barrier too.
 template <typename S>
 __device__ __forceinline__ void tree_stage(S& s, const VerifyArgs& a, int head, int request, bool first_tile,
@@ -143,7 +144,7 @@ __device__ __forceinline__ void tree_stage(S& s, const VerifyArgs& a, int head, 
   read_nodes(own, a, head, request, thread);
   sum_paths(own, s, thread);
   write_segments(own, s, thread);
-  sync_warps(3, S::THREADS);
+  sync_warps_or(3, S::THREADS, own.segmented);
   write_scales(own, s, a, head, request, first_tile, thread);
 }
 

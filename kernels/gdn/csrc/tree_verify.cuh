@@ -183,9 +183,8 @@ __global__ void __launch_bounds__(Shape<BLOCKS, TERMS>::THREADS, 1) tree_verify_
   multiply_state<HEADS, TERMS>(acc, own, s, first_head, lane);
 #endif
   if (is_key) gram_block(c, own, &s.keys[first_row], lane);
-  sync_warps(3, S::THREADS);
 
-  const bool segmented = s.segmented;
+  const bool segmented = sync_warps_or(3, S::THREADS, false);
   const int g = lane >> 2, t = lane & 3;
   const auto* upper_bits = reinterpret_cast<const uint16_t*>(s.nodes[first_row + g].words);
   const auto* lower_bits = reinterpret_cast<const uint16_t*>(s.nodes[first_row + g + 8].words);

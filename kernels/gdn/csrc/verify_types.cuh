@@ -109,7 +109,6 @@ struct Shared : Shape<BLOCKS, TERMS> {
   Node nodes[ROWS];
   uint64_t ready[BLOCKS * GROUP];  // U' of a row block is written
   uint64_t scaled;                 // the scales are written
-  int segmented;                   // some segment differs from 0
 #if TFM_DEFERRED
   alignas(16) PendingRows pending;
 #endif

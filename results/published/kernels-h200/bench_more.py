@@ -25,16 +25,6 @@ from tfm_kernels.gdn import deferred, deferred_cuda, fused_cuda, mixer_cuda, rec
 LENGTHS = (1, 4, 8, 16)
 EDITS = {
     "default": {},
-    # the tree's warps arrive at barrier 3 and go on; one lane says that a warp's scales are there
-    "arrive": {
-        "tree_stage.cuh": [
-            ("sync_warps(3, S::THREADS);", 'asm volatile("bar.arrive 3, %0;" ::"r"(S::THREADS) : "memory");')
-        ],
-        "tree_verify.cuh": [
-            ("barrier_init(&s.scaled, S::TREE);", "barrier_init(&s.scaled, S::TREE / 32);"),
-            ("    barrier_arrive(&s.scaled);", "    __syncwarp();\n    if (lane == 0) barrier_arrive(&s.scaled);"),
-        ],
-    },
     # lane 0 says that its warp's part of U' is there, not every lane for its own
     "one_lane": {
         "tree_verify.cuh": [
@@ -42,18 +32,21 @@ EDITS = {
             ("    barrier_arrive(&s.ready", "    __syncwarp();\n    if (lane == 0) barrier_arrive(&s.ready"),
         ]
     },
-    # the barrier itself carries whether decays span segments, not a word of shared memory written just before it
-    "segments_by_barrier": {
+    # a word of shared memory, written just before the barrier, says whether decays span segments
+    "segments_by_word": {
+        "verify_types.cuh": [("  uint64_t scaled; ", "  int segmented;\n  uint64_t scaled; ")],
         "tree_stage.cuh": [
-            ("  bool real[EACH];", "  bool segmented;\n  bool real[EACH];"),
-            ("  segmented = sync_warps_or(2, S::TREE, segmented);", "  own.segmented = segmented;"),
-            ("  if (thread == 0) s.segmented = segmented;", "  sync_warps(2, S::TREE);"),
-            ("  sync_warps(3, S::THREADS);", "  sync_warps_or(3, S::THREADS, own.segmented);"),
+            (
+                "  own.segmented = segmented;\n  sync_warps(2, S::TREE);",
+                "  segmented = sync_warps_or(2, S::TREE, segmented);\n  if (thread == 0) s.segmented = segmented;",
+            ),
+            ("  sync_warps_or(3, S::THREADS, own.segmented);", "  sync_warps(3, S::THREADS);"),
         ],
-        "tree_verify.cuh": [
-            ("  sync_warps(3, S::THREADS);\n", ""),
-            ("segmented = s.segmented;", "segmented = sync_warps_or(3, S::THREADS, false);"),
-        ],
+        "tree_verify.cuh": [("= sync_warps_or(3, S::THREADS, false);", "= (sync_warps(3, S::THREADS), s.segmented);")],
+    },
+    # segments are written without a barrier of the tree's warps of their own behind them
+    "one_barrier_less": {
+        "tree_stage.cuh": [("  own.segmented = segmented;\n  sync_warps(2, S::TREE);", "  own.segmented = segmented;")]
     },
     # nothing is asked for before the parents are there
     "mixer_late": {
@@ -68,7 +61,7 @@ EDITS = {
 }  # fmt: skip
 RESULTS = ("q", "k", "v", "log_decay", "beta", "u", "normed")
 VERIFY_KINDS, MIXER_KINDS = (
-    ("default", "arrive", "one_lane", "segments_by_barrier"),
+    ("default", "one_lane", "segments_by_word", "one_barrier_less"),
     tuple(x for x in EDITS if x[:5] in ("defau", "mixer")),
 )
 
