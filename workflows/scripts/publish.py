@@ -124,19 +124,25 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     for name in ("tables", "figures"):
         # csv and svg hold all that the others do; rule rebuild_published makes those again
         shutil.copytree(suite_folder / name, temporary / name, ignore=shutil.ignore_patterns("*.png", "*.pdf", "*.tex"))
-    check_clean(temporary, private_words(Path.cwd()))
-    sizes = {
-        path.relative_to(temporary).as_posix(): path.stat().st_size for path in temporary.rglob("*") if path.is_file()
-    }
+    return {"published": str(out), **settle(temporary, out, limit=limit)}
+
+
+def settle(made: Path, out: Path, *, limit: int) -> dict[str, int]:
+    """Put a folder in the place of `out`, which keeps what was written by hand or graded apart; return bytes and files.
+
+    Raises ValueError, and leaves `out` as it was, for a folder that is not clean or has more than `limit` bytes.
+    """
+    for kept in (*out.glob("*.md"), *out.glob(GRADED)):
+        if not (made / kept.name).exists():
+            shutil.copyfile(kept, made / kept.name)
+    check_clean(made, private_words(Path.cwd()))
+    sizes = {path.relative_to(made).as_posix(): path.stat().st_size for path in made.rglob("*") if path.is_file()}
     if sum(sizes.values()) > limit:
-        largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:4])
+        largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:5])
         raise ValueError(f"{out}: {sum(sizes.values())} bytes, more than the limit of {limit}; largest: {largest}")
-    for kept in (*out.glob("*.md"), *out.glob(GRADED)) if out.exists() else ():
-        if not (temporary / kept.name).exists():
-            shutil.copyfile(kept, temporary / kept.name)  # notes written by hand, answers graded apart
     shutil.rmtree(out, ignore_errors=True)
-    temporary.rename(out)
-    return {"published": str(out), "bytes": sum(sizes.values()), "files": len(sizes)}
+    made.rename(out)
+    return {"bytes": sum(sizes.values()), "files": len(sizes)}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from dense_readme import folder_text, readme_text
 from make_figures import draw
 from packing import PLAN, write_packed
 from probe_records import load_probes
-from publish import check_clean, copy_probes, pack, private_words
+from publish import copy_probes, pack, settle
 from publish_graft import put_into, whole_cells
 from rebuild_published import rebuild_suite
 from write_manifest import manifest
@@ -96,20 +96,11 @@ def publish(options) -> dict:
     tables = {path.stem: pd.read_csv(path, keep_default_na=True) for path in (packed / "tables").glob("*.csv")}
     summary = json.loads((packed / "summary.json").read_text(encoding="utf-8"))
     (packed / "README.md").write_text(folder_text(packed, tables, summary, len(planned["cells"])), encoding="utf-8")
-    for kept in out.glob("*.md") if out.exists() else ():
-        if not (packed / kept.name).exists():
-            shutil.copyfile(kept, packed / kept.name)
-    check_clean(packed, private_words(Path.cwd()))
-    sizes = {path.relative_to(packed).as_posix(): path.stat().st_size for path in packed.rglob("*") if path.is_file()}
-    if sum(sizes.values()) > options.limit:
-        largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:5])
-        raise ValueError(f"{out}: {sum(sizes.values())} bytes, more than --limit {options.limit}; largest: {largest}")
-    shutil.rmtree(out, ignore_errors=True)
-    packed.rename(out)
+    settled = settle(packed, out, limit=options.limit)
     shutil.rmtree(made)
     if options.readme:
         put_into(options.readme, readme_text(tables, summary), MARKS)
-    found = {"published": str(options.out), "bytes": sum(sizes.values()), "cells": len(plan["cells"])}
+    found = {"published": str(options.out), "bytes": settled["bytes"], "cells": len(plan["cells"])}
     return found | {"missing": len(missing), "first_missing": missing[:1]}
 
 

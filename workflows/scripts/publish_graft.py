@@ -12,7 +12,7 @@ import pandas as pd
 import yaml
 from make_figures import draw
 from packing import PLAN, write_packed
-from publish import check_clean, pack, private_words
+from publish import pack, settle
 from rebuild_published import ENGINE_RUN, STEPS, rebuild_suite
 from write_manifest import manifest
 
@@ -133,22 +133,11 @@ def publish(options) -> dict:
     card = pd.read_csv(packed / "tables/headline.csv")["device"].iloc[0]
     table = side_by_side(pd.read_csv(packed / STEPS / "tables/headline.csv"), summary, card)
     (packed / "tables/side_by_side.md").write_text(table + "\n", encoding="utf-8")
-    check_clean(packed, private_words(Path.cwd()))
-    for kept in out.glob("*.md") if out.exists() else ():
-        if not (packed / kept.name).exists():
-            shutil.copyfile(kept, packed / kept.name)
-    sizes = {path.relative_to(packed).as_posix(): path.stat().st_size for path in packed.rglob("*") if path.is_file()}
-    if sum(sizes.values()) > options.limit:
-        largest = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:5])
-        raise ValueError(
-            f"{out}: {sum(sizes.values())} bytes, more than the limit of {options.limit}; largest: {largest}"
-        )
-    shutil.rmtree(out, ignore_errors=True)
-    packed.rename(out)
+    settled = settle(packed, out, limit=options.limit)
     shutil.rmtree(made)
     if options.readme:
         put_into(options.readme, table)
-    found = {"published": str(options.out), "bytes": sum(sizes.values()), "cells": len(plan["cells"])}
+    found = {"published": str(options.out), "bytes": settled["bytes"], "cells": len(plan["cells"])}
     return found | {"missing": len(missing), "first_missing": missing[:1]}
 
 

@@ -25,8 +25,10 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None and all(
 )
 
 
-def random_tree(nodes: int, seed: int, depth: int = 16) -> list[int]:
-    generator, parents, depths = torch.Generator().manual_seed(seed), [-1], [0]
+def random_tree(nodes: int, seed: int, depth: int = 16, spine: int = 1) -> list[int]:
+    """Return parents: a chain of `spine` nodes, the others hung under random nodes above depth `depth`."""
+    generator, first = torch.Generator().manual_seed(seed), min(spine, nodes)
+    parents, depths = list(range(-1, first - 1)), list(range(first))
     while len(parents) < nodes:
         parent = int(torch.randint(0, len(parents), (1,), generator=generator))
         if depths[parent] < depth - 1:

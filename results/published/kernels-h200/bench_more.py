@@ -108,16 +108,9 @@ def build_all() -> None:
         print("built:", *pool.map(build, jobs), sep="\n  ")
 
 
-def spined_tree(nodes: int, seed: int, depth: int = 16) -> list[int]:
-    """A chain of `depth` nodes, the others hung under random nodes above depth `depth`: any prefix is a path."""
-    generator = torch.Generator().manual_seed(seed)
-    parents, depths = list(range(-1, min(depth, nodes) - 1)), list(range(min(depth, nodes)))
-    while len(parents) < nodes:
-        parent = int(torch.randint(0, len(parents), (1,), generator=generator))
-        if depths[parent] < depth - 1:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return parents
+def spined_tree(nodes: int, seed: int) -> list[int]:
+    """Return a random tree whose first 16 nodes are a chain: any prefix of them is a path."""
+    return bench.random_tree(nodes, seed, spine=16)
 
 
 def path_of(length: int) -> torch.Tensor:
