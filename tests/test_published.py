@@ -17,10 +17,12 @@ from kernel_figure import bandwidth_of, roofline
 from kernel_runs import kernel_summary, load_kernel_run
 from make_paper import write_paper
 from make_tables import read_plan
-from packing import PLAN, write_packed
+from packing import PLAN, read_packed, write_packed
 from probe_records import load_probes
 from publish import load_published
 from rebuild_published import ENGINE_RUN, differences, main, rebuild_kernels
+
+from tfm.manifest import sha256_file
 
 PUBLISHED = ROOT / "results/published"
 EXPECTED = yaml.safe_load((ROOT / "workflows/config/expected.yaml").read_text())
@@ -71,6 +73,13 @@ def test_every_published_table_lies_where_it_is_made_again():
     for folder in {path.relative_to(PUBLISHED).parts[0] for path in PUBLISHED.glob("*/**/*.csv")}:
         marks = (PLAN, "samples.json", ENGINE_RUN)
         assert any((PUBLISHED / folder / name).is_file() for name in marks), folder
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*/manifest.json.gz")), ids=lambda path: path.parent.name)
+def test_a_published_manifest_names_the_files_beside_it(path):
+    outputs = read_packed(path).get("outputs", {})
+    here = {name: digest for name, digest in outputs.items() if (path.parent / name).is_file()}
+    assert {name for name, digest in here.items() if sha256_file(path.parent / name) != digest} == set()
 
 
 def test_damaged_records_stop_the_rebuild(tmp_path, capsys):
@@ -152,9 +161,9 @@ def test_a_gpu_run_stands_before_a_cpu_run_and_both_are_shown():
     assert rows["gdn_error_float32"]["status"] == "pass"
 
 
-def write_suite(folder, name: str, summary: dict) -> None:
+def write_suite(folder, name: str, summary: dict, **config) -> None:
     (folder / name).mkdir(parents=True)
-    write_packed(folder / name / PLAN, {"config": {"suite": name}, "cells": []})
+    write_packed(folder / name / PLAN, {"config": {"suite": name, **config}, "cells": []})
     (folder / name / "summary.json").write_text(json.dumps(summary))
 
 
@@ -167,6 +176,20 @@ def test_a_row_is_no_better_than_its_worst_item(tmp_path):
     row = next(one for one in inventory(EXPECTED, tmp_path) if one["row"] == 14)
     assert row["status"] == "fail" and row["ours"] == 1
     assert row["reason"].startswith("excess_traversal: the interval 0.5 to 0.7")
+
+
+def test_an_item_of_one_type_takes_its_number_from_a_run_in_that_type(tmp_path):
+    """In bfloat16 near ties part outputs: no failure of losslessness, and no proof of it either."""
+    for name, dtype, share in (("paper", "bfloat16", 0.74), ("mini", "float32", 1)):
+        write_suite(tmp_path, name, {"same_as_ar_share": entry(share)}, dtype=dtype)
+    item = next(one for one in inventory(EXPECTED, tmp_path) if one["row"] == 14)["items"][0]
+    assert (item["run"], item["ours"], item["status"]) == ("mini", 1, "pass")
+    other = item["also"][0]
+    assert (other["run"], other["ours"], other["status"]) == ("paper", 0.74, "not comparable")
+    assert other["reason"] == "decoded in bfloat16, asked of float32"
+    shutil.rmtree(tmp_path / "mini")
+    row = next(one for one in inventory(EXPECTED, tmp_path) if one["row"] == 14)
+    assert row["ours"] == 0.74 and row["items"][0]["status"] == "not comparable"
 
 
 def test_a_run_that_is_not_ordered_comes_first_and_the_others_stay(tmp_path):

@@ -37,6 +37,19 @@ def status_of(summary: dict, suite: str, devices=frozenset({"NVIDIA B200"})) -> 
     return {row["item"]: (row["status"], row["reason"]) for row in rows}
 
 
+def test_the_fastest_method_of_a_set_is_looked_for_among_the_papers_four():
+    """dartree and the adaptive budget are no bars of the paper; where nothing was timed there is no count."""
+    names = ["ar", "dflash", "ddtree-b64", "tfm-b64-w4", "dartree-b64-w12", "adaptive-b64"]
+    speeds = {"one": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "two": [1.0, 5.0, 3.0, 4.0, 9.0, 9.0]}
+    rows = [
+        (name, tok_s, dataset) for dataset, of_set in speeds.items() for name, tok_s in zip(names, of_set, strict=True)
+    ]
+    frame = pd.DataFrame(rows, columns=["variant", "tok_s", "dataset"]).assign(setting="t1", tau=1.0)
+    found = summary._sets(frame)["tfm_fastest_sets_T1"]
+    assert (found["value"], found["n"]) == (1, 2)
+    assert summary._sets(frame.drop(columns="tok_s"))["tfm_fastest_sets_T1"]["value"] is None
+
+
 def test_every_item_of_the_inventory_is_there_with_its_source():
     rows = compare(EXPECTED, {}, "nano")
     assert [row["row"] for row in rows] == sorted(row["row"] for row in rows)

@@ -14,9 +14,10 @@ from tfm.manifest import write_atomic
 
 DESCRIPTION = """
 Reads expected.yaml and the suite's summary.json, in a folder named after the suite; the devices stand in
-tables/headline.csv beside it. Writes compare.csv, one row an item: row of the inventory, item, paper, ours, low, high,
-n, tolerance, status, reason, source; compare.md is the same. status is pass, fail, not comparable (with the reason) or
-open (with what it needs). A difference is reported, never an error. Last line of stdout: one JSON object.
+tables/headline.csv beside it, the type in plan.json. Writes compare.csv, one row an item: row of the inventory, item,
+paper, ours, low, high, n, tolerance, status, reason, source; compare.md is the same. status is pass, fail, not
+comparable (with the reason) or open (with what it needs). A difference is reported, never an error. Last line of
+stdout: one JSON object.
 """
 COLUMNS = (
     "row",
@@ -35,10 +36,13 @@ COLUMNS = (
 )
 
 
-def compare(expected: dict, summary: dict, suite: str, *, devices: set[str] = frozenset()) -> list[dict]:
+def compare(
+    expected: dict, summary: dict, suite: str, *, devices: set[str] = frozenset(), dtype: str | None = None
+) -> list[dict]:
     """Return one row an item: pass, fail, open (nothing measured) or not comparable, with the reason.
 
-    An absolute number is comparable only when all `devices`, on which the suite ran, are the paper's card.
+    An absolute number is comparable only when all `devices`, on which the suite ran, are the paper's card; an item of
+    one type only where `dtype`, in which the suite decoded, is that type or not known.
     """
     card = expected["card"]
     on_card = bool(devices) and all(card in name for name in devices)
@@ -56,6 +60,8 @@ def compare(expected: dict, summary: dict, suite: str, *, devices: set[str] = fr
         row |= {"ours": ours.get("value"), "low": ours.get("low"), "high": ours.get("high"), "n": ours.get("n")}
         elsewhere = other_card if item["per"] == "absolute" and not on_card else None
         row["status"], row["reason"] = _status(item, ours, why_not or elsewhere)
+        if ours and not is_of_type(item, dtype):
+            row |= {"status": "not comparable", "reason": f"decoded in {dtype}, asked of {item['dtype']}"}
         rows.append(row)
     return rows
 
@@ -69,6 +75,11 @@ def measured(item: dict, summary: dict, *, reasoning: bool = True) -> dict:
     names = names if reasoning else [name and name.replace("_T1_THINK", "_T1") for name in names]
     entries = [summary[name] for name in names if summary.get(name)]
     return next((entry for entry in entries if entry.get("value") is not None), {})
+
+
+def is_of_type(item: dict, dtype: str | None) -> bool:
+    """Return whether an item is asked of what was decoded in this type; an unknown one counts as the item's."""
+    return dtype is None or item.get("dtype", dtype) == dtype
 
 
 def devices_of(headline: Path) -> set[str]:
@@ -148,7 +159,9 @@ def main() -> int:
     options = parser.parse_args()
     expected, summary = yaml.safe_load(options.expected.read_text()), json.loads(options.summary.read_text())
     folder = options.summary.resolve().parent
-    rows = compare(expected, summary, folder.name, devices=devices_of(folder / "tables/headline.csv"))
+    plan = json.loads((folder / "plan.json").read_text()) if (folder / "plan.json").exists() else {"config": {}}
+    known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": plan["config"].get("dtype")}
+    rows = compare(expected, summary, folder.name, **known)
     write_comparison(rows, options.out)
     statuses = [row["status"] for row in rows]
     print(json.dumps({status: statuses.count(status) for status in sorted(set(statuses))}))

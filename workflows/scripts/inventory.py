@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
-from compare_paper import compare, devices_of, shown
+from compare_paper import compare, devices_of, is_of_type, shown
 from kernel_runs import is_kernel_run, kernel_summary, load_kernel_run
 from packing import PLAN, read_packed
 
@@ -17,7 +17,8 @@ DESCRIPTION = """
 Reads expected.yaml and, of every folder under --published, summary.json (a suite's) or samples.json (a kernel run's).
 Writes inventory.json (one entry a row of the inventory: paper, ours, low, high, n, status, reason, and its items with
 what every published run says of them), inventory.csv (one row an item) and inventory.md to --out. An item's value is
-that of the first run, in the order that expected.yaml gives, which measured it. Last line of stdout: one JSON object.
+that of the first run, in the order that expected.yaml gives, which measured it in the item's type, where it has one.
+Last line of stdout: one JSON object.
 """
 STATUSES = ("fail", "open", "not comparable", "pass")  # a row is no better than its worst item
 FIELDS = ("paper", "ours", "low", "high", "n", "unit", "tolerance", "status", "reason", "source")
@@ -27,11 +28,14 @@ COLUMNS += ("source",)
 
 def inventory(expected: dict, published: Path) -> list[dict]:
     """Return one entry a row of the inventory, in its order; nothing of it is absent."""
-    runs = {folder.name: _rows_of(folder, expected) for folder in run_folders(published, expected)}
+    folders = run_folders(published, expected)
+    runs = {folder.name: _rows_of(folder, expected) for folder in folders}
+    types = {folder.name: _type_of(folder) for folder in folders}
     entries: dict[int, dict] = {}
     for place, item in enumerate(expected["items"]):
         found = {name: rows[place] for name, rows in runs.items()}
-        measured = {name: row for name, row in found.items() if row["ours"] is not None}
+        names = sorted(found, key=lambda name: not is_of_type(item, types[name]))
+        measured = {name: found[name] for name in names if found[name]["ours"] is not None}
         run, row = next(iter(measured.items()), (None, None))
         row = row or next(iter(found.values()), None) or compare(expected, {}, "none")[place]
         mine = {"item": item["item"], "run": run, **{name: row[name] for name in FIELDS}}
@@ -61,7 +65,13 @@ def _rows_of(folder: Path, expected: dict) -> list[dict]:
         return compare(expected, kernel_summary(run), folder.name, devices={run.card})
     suite = read_packed(folder / PLAN)["config"]["suite"]
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return compare(expected, summary, suite, devices=devices_of(folder / "tables/headline.csv"))
+    known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": _type_of(folder)}
+    return compare(expected, summary, suite, **known)
+
+
+def _type_of(folder: Path) -> str | None:
+    """Return the type in which a published suite decoded; None for a kernel run, which has several."""
+    return None if is_kernel_run(folder) else read_packed(folder / PLAN)["config"].get("dtype")
 
 
 def _summed_up(entry: dict) -> dict:

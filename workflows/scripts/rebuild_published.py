@@ -42,7 +42,8 @@ def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = Tr
     records = load_published(folder)
     write_tables(plan, records, out, probes=load_probes(folder))
     summary = json.loads((out / "summary.json").read_text())
-    rows = compare(expected, summary, plan["config"]["suite"], devices=devices_of(out / "tables/headline.csv"))
+    known = {"devices": devices_of(out / "tables/headline.csv"), "dtype": plan["config"]["dtype"]}
+    rows = compare(expected, summary, plan["config"]["suite"], **known)
     write_comparison(rows, out / "compare.csv")
     write_paper(out / "tables", plan["config"], out / "paper")
     if (folder / STEPS / ENGINE_RUN).is_file():
