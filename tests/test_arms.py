@@ -69,6 +69,19 @@ def test_a_setting_that_one_method_alone_has_is_named_and_marks_the_table(plan, 
     assert set(arms.arms(data_of(cells))["reason"]) == set(words)
 
 
+def test_a_parts_sizes_are_compared_between_the_methods_that_have_it(plan):
+    """ar has no drafter: the drafter's sizes are no difference of its, and a table of them hid what did differ."""
+    sizes = {"seed": 0, "target": {"hidden_size": 8}, "drafter": {"head_dim": 4, "layers": [0, 1]}}
+    cells = [cell | {"graft": {key: sizes[key] for key in ("seed", *cell["weights"]) if key in sizes}} for cell in plan]
+    launches = arms.launches_of(cells)
+    assert not any(key.startswith(arms.GRAFT) for key in arms.differing(launches))
+    launches["tfm"][f"{arms.GRAFT}drafter.head_dim"] = 5
+    found = arms.differing(launches)[f"{arms.GRAFT}drafter.head_dim"]
+    assert found == {"dflash": 4, "ddtree": 4, "dartree": 4, "tfm": 5}
+    # a default of a setting that a method does not take is no setting of it
+    assert "candidates" not in launches["ar"] and arms.differing(launches)["width"] == {"dartree": 12, "tfm": 4}
+
+
 def test_the_static_engines_fast_forms_replay_graphs(plan):
     words = arms.unfair(arms.launches_of(changed(plan, "tfm", engine="torch-static", forms="fast")))
     assert words[0].startswith("cuda_graph differs (ar False") and {word.split()[0] for word in words} == {

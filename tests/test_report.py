@@ -10,6 +10,7 @@ from test_tables import EXPECTED
 from workflow_runs import ROOT
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
+import make_figures
 import make_report
 from compare_paper import compare
 from report_html import chip, number, plain_table, with_interval
@@ -87,3 +88,27 @@ def test_an_interval_stands_beside_its_value_and_text_is_escaped():
     assert with_interval(None, 1.0, 2.0) == ""
     page = plain_table(pd.DataFrame({"what": ["<b>&"], "tau": ["3.1 [2.9, 3.3]"]}), "a < b")
     assert "&lt;b&gt;&amp;" in page and "a &lt; b" in page and 'class="number">3.1 [2.9, 3.3]' in page
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_timed_sweep_shows_speed_against_tokens_a_step(tmp_path, timed):
+    """What a value buys: tau and tokens a second in one picture, each mark named by the value that gave it."""
+    rows = [(method, value, value**0.5, 100 - value) for method in ("ddtree", "tfm") for value in (8, 16, 64)]
+    frame = pd.DataFrame(rows, columns=["variant", "value", "tau", "tok_s"]).assign(sweep="budget", setting="t1")
+    frame["accepted"] = frame["tau"] - 1
+    for name in ("tau", "tok_s", "accepted"):
+        frame[f"{name}_low"], frame[f"{name}_high"] = frame[name] - 0.1, frame[name] + 0.1
+    (frame if timed else frame.drop(columns="tok_s")).to_csv(tmp_path / "sweeps.csv")
+    axes = make_figures.sweeps(tmp_path).axes
+    labels = [(axis.get_xlabel(), axis.get_ylabel()) for axis in axes]
+    budget = "budget B (drafted nodes)"
+    if not timed:
+        assert labels == [(budget, "tau (tokens a step)"), (budget, "accepted drafts a step")]
+        return
+    assert labels == [
+        (budget, "tau (tokens a step)"),
+        (budget, "tokens / s"),
+        ("tau (tokens a step)", "tokens / s"),
+    ]
+    marks = {(text.get_text(), *text.xy) for text in axes[2].texts}
+    assert marks == {(f"{value:g}", value**0.5, 100 - value) for value in (8, 16, 64)}

@@ -21,7 +21,8 @@ FAIRNESS = (
     "clock",
     "max_new_tokens",
 )
-SERVER = "server."
+SERVER, GRAFT = "server.", "graft."
+OWN = sorted({key for method in METHODS.values() for key in (*method.knobs, *method.options)})
 # what says where a cell stands, not how it ran
 PLACE = (
     "suite",
@@ -42,9 +43,14 @@ def launch_of(cell: dict) -> dict:
     """Return all settings of a resolved cell in one flat mapping.
 
     CUDA graphs are on where the cell says so, runs the static engine's fast forms, which replay them, or a server that
-    was not told otherwise. A server's launch flags are settings with SERVER before their names.
+    was not told otherwise. A server's launch flags are settings with SERVER before their names, a grafted part's sizes
+    with GRAFT. What a method does not take is left out, whatever its default.
     """
-    flat = {**cell["decode"], **{key: value for key, value in cell.items() if key not in (*PLACE, "decode", "server")}}
+    decode, others = cell["decode"], (key for key in cell if key not in (*PLACE, "decode", "server", "graft"))
+    flat = {key: value for key, value in decode.items() if key not in OWN or is_own(decode["method"], key)}
+    flat |= {key: cell[key] for key in others}
+    for part, sizes in (cell.get("graft") or {}).items():
+        flat |= {f"{GRAFT}{part}.{key}": size for key, size in sizes.items()} if isinstance(sizes, dict) else {}
     flags = cell["server"]["flags"] if "server" in cell else {}
     graphs = cell.get("forms") == "fast" or ("server" in cell and not flags.get("disable-cuda-graph"))
     flat |= {f"{SERVER}{key}": value for key, value in flags.items()}
@@ -52,9 +58,14 @@ def launch_of(cell: dict) -> dict:
 
 
 def differing(launches: dict[str, dict]) -> dict[str, dict]:
-    """Return setting -> {method: value} of every setting that is not the same for all methods."""
-    keys = sorted({key for launch in launches.values() for key in launch})
-    values = {key: {name: launch.get(key) for name, launch in launches.items()} for key in keys}
+    """Return setting -> {method: value} of every setting that is not the same for all methods.
+
+    Knobs, and sizes of a grafted part, are compared between the methods that take them.
+    """
+    values: dict[str, dict] = {}
+    for key in sorted({key for launch in launches.values() for key in launch}):
+        optional = key in OWN or key.startswith(GRAFT)
+        values[key] = {name: one.get(key) for name, one in launches.items() if key in one or not optional}
     return {key: found for key, found in values.items() if len({json.dumps(v) for v in found.values()}) > 1}
 
 

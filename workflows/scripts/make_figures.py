@@ -1,6 +1,7 @@
 """Draw all figures of a suite from its tables' csv files: pdf, svg and png, each with a caption in a text file."""
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ Last line of stdout: one JSON object.
 COLOURS = {"ar": "#7f7f7f", "dflash": "#0072b2", "ddtree": "#e69f00", "dartree": "#cc79a7", "tfm": "#009e73"}
 MARKERS = {"ar": "s", "dflash": "o", "ddtree": "^", "dartree": "v", "tfm": "D"}
 LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "dartree": "DARTree", "tfm": "DFlash-TfM"}
-COLOURS |= {"adaptive": "#117733"}
+COLOURS |= {"adaptive": "#8c510a"}
 COLOURS |= {
     "headchain": "#56b4e9",
     "headddtree": "#d55e00",
@@ -35,8 +36,8 @@ COLOURS |= {
     "overgrown": "#332288",
 }
 MARKERS |= {"headchain": "P", "headddtree": "<", "dartfixed": "X", "heap": "*", "overgrown": "h"}
-MARKERS |= {"adaptive": "d"}
-LABELS |= {"adaptive": "tfm, adaptive budget"}
+MARKERS |= {"adaptive": ">"}
+LABELS |= {"adaptive": "DFlash-TfM, adaptive budget"}
 LABELS |= {"headchain": "head's chain", "headddtree": "chain, then DDTree", "dartfixed": "DARTree, fixed"}
 LABELS |= {"heap": "sequential heap", "overgrown": "overgrown"}
 PARTS = {
@@ -58,10 +59,12 @@ CAPTIONS = {
     "tau": "Tokens a step (tau, the bonus token included) by prompt set, with 95 % intervals.",
     "latency": "Time of one step by stage, from cells with stage timing.",
     "acceptance_by_position": "Acceptance by draft position, with 95 % intervals.",
-    "sweeps": "Tokens a step and accepted drafts along each sweep, 95 % intervals.",
+    "sweeps": "Tokens a step along each sweep, with accepted drafts or, where it was timed, with speed: along it, and "
+    "against tokens a step, a mark a value; 95 % intervals.",
     **PROBE_CAPTIONS,
 }
 
+TRADE = "trade"  # a column of the sweeps: tok_s over tau
 LABELS_OF_KNOBS = {
     "budget": "budget B (drafted nodes)",
     "width": "width w (nodes expanded at once)",
@@ -117,21 +120,36 @@ def acceptance_by_position(tables: Path) -> plt.Figure:
 
 
 def sweeps(tables: Path) -> plt.Figure:
-    """Return lines of tau and accepted along every sweep, a row each."""
+    """Return lines along every sweep, a row each: tau and accepted; tau, tok/s and the trade between them if timed."""
     frame = _read(tables, "sweeps")
     if frame.empty or "value" not in frame or frame["value"].isna().all():
         return _nothing("the config sweeps nothing that its methods have")
     frame = _methods(frame).dropna(subset=["value"])
+    is_timed = "tok_s" in frame and frame["tok_s"].notna().any()
     columns = {"tau": "tau (tokens a step)", "accepted": "accepted drafts a step"}
-    columns |= {"tok_s": "tokens / s"} if "tok_s" in frame else {}
+    columns = {"tau": columns["tau"], "tok_s": "tokens / s", TRADE: "tokens / s"} if is_timed else columns
     figure = _lines(frame, "value", columns, by="sweep", label=LABELS_OF_KNOBS.get, title=lambda knob: "")
-    for axis, sweep in zip(figure.axes, [sweep for sweep in frame["sweep"].unique() for _ in columns], strict=True):
+    for axis, (sweep, column) in zip(figure.axes, itertools.product(frame["sweep"].unique(), columns), strict=True):
+        if column == TRADE:
+            _trade(axis, frame[frame["sweep"] == sweep])
+            continue
         ticks = sorted(frame.loc[frame["sweep"] == sweep, "value"].unique())
         if ticks[0] > 0:
             axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, labels=[f"{value:g}" for value in ticks])
         axis.minorticks_off()
     return figure
+
+
+def _trade(axis, frame: pd.DataFrame) -> None:
+    """Draw speed against tau, each mark with the value of the knob that gave it."""
+    for method in (method for method in COLOURS if method in set(frame["method"])):
+        part = frame[frame["method"] == method].sort_values("value")
+        axis.plot(part["tau"], part["tok_s"], color=COLOURS[method], marker=MARKERS[method], linewidth=1.4)
+        for row in part.dropna(subset=["tau", "tok_s"]).to_dict("records"):
+            place = {"xytext": (4, -9), "textcoords": "offset points", "fontsize": 8, "color": "#333333"}
+            axis.annotate(f"{row['value']:g}", (row["tau"], row["tok_s"]), **place)
+    axis.set(xlabel="tau (tokens a step)", ylabel="tokens / s")
 
 
 FIGURES = {
@@ -244,7 +262,7 @@ def _lines(frame: pd.DataFrame, x: str, columns: dict[str, str], *, label, by="s
     drawn = {}
     for row, group in enumerate(groups):
         for axis, (column, text) in zip(axes[row], columns.items(), strict=True):
-            for method in COLOURS:
+            for method in COLOURS if column in frame else ():
                 part = frame[(frame[by] == group) & (frame["method"] == method)].dropna(subset=[column])
                 if len(part):
                     below, above = part[column] - part[f"{column}_low"], part[f"{column}_high"] - part[column]

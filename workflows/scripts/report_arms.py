@@ -46,7 +46,7 @@ def differences(launches: dict[str, dict], title: str) -> list[str]:
     """Return the settings that differ as a table; nothing where none does."""
     found = arms.differing(launches)
     rows = [
-        [code(key), *(html.escape("none" if values[name] is None else str(values[name])) for name in launches)]
+        [code(key), *(html.escape("none" if values.get(name) is None else str(values[name])) for name in launches)]
         for key, values in found.items()
     ]
     return (
