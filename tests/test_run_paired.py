@@ -51,9 +51,9 @@ def test_records_are_those_of_single_cells_and_prompts_alternate(plan, tmp_path,
     out, cells, prompts = plan
     order, decode = [], run_paired.Runner.decode
 
-    def noted(self, prompt, detokenise):
+    def noted(self, prompt, *more):
         order.append((self.cell["seed"], prompt.id, self.cell["decode"]["method"]))
-        return decode(self, prompt, detokenise)
+        return decode(self, prompt, *more)
 
     monkeypatch.setattr(run_paired.Runner, "decode", noted)
     assert run_paired.run(options(out)) == {"groups": 3, "prompts": 12, "left": 0, "failed": {}}
@@ -69,6 +69,9 @@ def test_records_are_those_of_single_cells_and_prompts_alternate(plan, tmp_path,
         assert one == other
         manifests = [load_cells([folder]).cells[0] for folder in folders]
         assert len({manifest["cell_digest"] for manifest in manifests}) == 1
+        # the order in which the arms were timed stands in their records
+        places = [0, 0, 0] if cell["seed"] == 1 else [0, 1, 0] if cell["decode"]["method"] == "ar" else [1, 0, 1]
+        assert manifests[0]["turns"] == {"of": 1 if cell["seed"] == 1 else 2, "places": places}
         assert (pq.read_table(folders[0] / "requests.parquet")["wall_us"][0].as_py() is None) == (cell["seed"] == 1)
 
 
@@ -116,10 +119,10 @@ def test_a_cell_that_fails_stops_no_other_and_is_not_tried_again(plan, monkeypat
 
     given, decode = renewed(plan), run_paired.Runner.decode
 
-    def breaks(self, prompt, detokenise):
+    def breaks(self, prompt, *more):
         if (self.cell["decode"]["method"], self.cell["seed"], prompt.id) == ("tfm", 0, "q1"):
             raise RuntimeError("broken")
-        return decode(self, prompt, detokenise)
+        return decode(self, prompt, *more)
 
     monkeypatch.setattr(run_paired.Runner, "decode", breaks)
     found = run_paired.run(given)

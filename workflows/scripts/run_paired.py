@@ -67,22 +67,26 @@ class Runner:
     start: float
     span: CardSpan
     joules: list[float] = field(default_factory=list)
+    turns: dict[str, int] = field(default_factory=dict)  # prompt -> how many cells decoded it before this one
 
-    def decode(self, prompt: Prompt, detokenise) -> None:
+    def decode(self, prompt: Prompt, detokenise, turn: int) -> None:
         """Decode one prompt and record it, unless a killed run did."""
         if prompt.id in self.writer.done:
             return
+        self.turns[prompt.id] = turn
         self.span.start()
         self.run([prompt], on_finish=self.writer.add, detokenise=detokenise, traced=self.cell["traced"])
         card = self.span.end()
         if card and "before" in card:
             self.joules.append((card["after"]["energy_mj"] - card["before"]["energy_mj"]) / 1e3)
 
-    def finish(self, commit: str, clocks: dict | None, where: torch.device) -> dict:
-        """Write the cell's files."""
+    def finish(self, commit: str, clocks: dict | None, where: torch.device, group: int) -> dict:
+        """Write the cell's files; `group` is the number of cells that took turns."""
         facts = {**self.facts, "device": device.facts(where) | {"clocks": clocks}, "cpu_share": None}
         # of the prompts that this run decoded, prefill included
         facts["energy"] = {"joule": sum(self.joules), "prompts": len(self.joules)} if self.joules else None
+        # null for a prompt that an earlier, killed run decoded
+        facts["turns"] = {"of": group, "places": [self.turns.get(prompt.id) for prompt in self.prompts]}
         facts |= run_facts(self.cell, self.config, start=self.start, commit=commit)
         return self.writer.finish([prompt.id for prompt in self.prompts], facts)
 
@@ -227,14 +231,14 @@ def run_group(group: list[dict], shared: Shared, options, where: torch.device, f
         span = CardSpan(where)
         span.start()
         for number, prompt in enumerate(runners[0].prompts if runners else ()):
-            for runner in runners[:: -1 if number % 2 else 1]:
+            for turn, runner in enumerate(runners[:: -1 if number % 2 else 1]):
                 if runner.path not in failed:
-                    _try(runner.path, failed, runner.decode, prompt, detokenise)
+                    _try(runner.path, failed, runner.decode, prompt, detokenise, turn)
                     decoded += runner.path not in failed
         clocks = span.end()
         for runner in runners:
             if runner.path not in failed:
-                runner.finish(options.commit, clocks, where)
+                runner.finish(options.commit, clocks, where, len(runners))
     return decoded
 
 
