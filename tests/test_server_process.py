@@ -10,12 +10,17 @@ import time
 
 import pytest
 from served import fault, mark, nothing_runs, on_cpu, place_for, processes_of, resolved, rows, serve, write_prompts
+from test_metrics import arm
 from workflow_runs import ROOT, environment_of
 
 from baselines.serving import keeper, server
 from baselines.serving.cell import Place
+from baselines.serving.reply import Arm, Reply, Watcher, to_trace
 from baselines.serving.wire import ServerError
 from baselines.sglang.flags import VERSION
+from tfm import metrics
+from tfm.config import DecodeConfig
+from tfm.decode import Prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -23,6 +28,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     return place_for(VERSION, tmp_path, monkeypatch)
+
+
+def test_a_chunk_of_several_tokens_is_one_step_and_not_one_gap_between_tokens():
+    """sglang#12064, vllm#7242: times are of the first chunk and of all the rest, never of a gap between chunks."""
+    sent = [1000.0 + seconds for seconds in (0.0, 0.5, 0.6, 0.7)]
+    reply = Reply(sent[0], list(range(8)), chunks=[(sent[1], 1), (sent[2], 5), (sent[3], 8)], finish="length")
+    reply.prompt_tokens, reply.completion_tokens, reply.verify_steps, reply.histogram = 4, 8, 2, [0, 0, 1, 1]
+    watcher = Watcher(DecodeConfig(method="dflash", max_new_tokens=8), str)
+    watcher.take(reply.tokens)
+    trace = to_trace(Prompt("p", 0, [9] * 4), reply, watcher, Arm(speculative=True, nodes=16, depth=15))
+    assert (trace.prefill_us, trace.decode_us) == pytest.approx((0.5e6, 0.2e6))
+    assert [step.committed for step in trace.steps] == [4, 3] and [step.accepted for step in trace.steps] == [3, 2]
+    # 7 tokens in 0.2 s after the first: 0.0286 s each, where the gaps between chunks are 0.1 s
+    table, _ = arm([trace], method="dflash")
+    assert metrics.mean(table, "decode_tok_s").value == pytest.approx(7 / 0.2)
+    assert metrics.mean(table, "tok_s").value == pytest.approx(8 / 0.7)
 
 
 def test_a_slow_start_is_waited_for_and_a_slower_one_named(place, tmp_path, tiny_weights, monkeypatch):
