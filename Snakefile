@@ -15,6 +15,12 @@ if not os.path.samefile(workflow.basedir, os.getcwd()):
 
 # a suite stands alone: --configfile replaces nano instead of being merged over it
 if "suite" not in config:
+    with open("workflows/config/nano.yaml") as nano:
+        # Snakemake names no file for one without keys; for one that is no YAML it does
+        if not any(line.strip() and line[0] != "#" for line in nano):
+            raise WorkflowError(
+                "workflows/config/nano.yaml is empty; restore it: git checkout workflows/config/nano.yaml"
+            )
 
     configfile: "workflows/config/nano.yaml"
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from workflow_runs import NANO, ROOT, SLICE, jobs, snakemake, write_tiny_family
+from workflow_runs import NANO, ROOT, SLICE, checkout, jobs, snakemake, write_tiny_family
 
 from baselines import suite
 from tfm import manifest
@@ -208,6 +208,14 @@ def test_a_cut_config_stops_before_any_job(tmp_path, content):
     text = snakemake(ROOT, "-n", "--configfile", str(path), expect=1)
     assert "Job stats" not in text and "Traceback" not in text
     assert "missing key" in text or "Config file" in text, text[-1500:]
+
+
+def test_an_empty_default_config_is_named(tmp_path, tiny_weights):
+    """Snakemake reads that one by itself, and of a file without keys it says not which it is."""
+    folder = checkout(tmp_path, tiny_weights)
+    (folder / "workflows/config/nano.yaml").write_text("\n# nothing\n")
+    text = snakemake(folder, "-n", expect=1)
+    assert "workflows/config/nano.yaml is empty; restore it" in text and "Job stats" not in text
 
 
 @pytest.mark.parametrize("change", [{"ignore_eos": True}, {"methods": [{"dflash": {"ignore_eos": True}}]}])
