@@ -150,14 +150,14 @@ def locked_inodes() -> set[int]:
     Read from the kernel's list: taking the lock to find out could stop a cell that starts at this moment.
     """
     locks = Path("/proc/locks")
-    lines = locks.read_text().splitlines() if locks.exists() else []
+    lines = locks.read_text(encoding="utf-8").splitlines() if locks.exists() else []
     found = (re.search(r" FLOCK +\w+ +WRITE +\S+ +\w+:\w+:(\d+) ", line) for line in lines)
     return {int(match[1]) for match in found if match}
 
 
 def failure_of(log: Path) -> str:
     """Return the last line of a log whose last run failed, else an empty string."""
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     if text.rfind(FAILED) <= text.rfind(STARTED):
         return ""
     return text.strip().splitlines()[-1]

@@ -213,7 +213,7 @@ def weights() -> Iterator[Finding]:
             yield Finding("weights", folder.name, "bad", text, facts, blocks=blocks)
         else:
             path = folder / "facts.json"
-            is_recorded = path.exists() and "sha256" in json.loads(path.read_text())
+            is_recorded = path.exists() and "sha256" in json.loads(path.read_text(encoding="utf-8"))
             text = f"{size:.1f} MiB, {named}" + (", as recorded in facts.json" if is_recorded else "")
             yield Finding("weights", folder.name, "good", text, facts)
         yield _tokenizer(folder, blocks)
@@ -222,7 +222,7 @@ def weights() -> Iterator[Finding]:
 def _tokenizer(folder: Path, blocks: bool) -> Finding:
     name = f"{folder.name} tokenizer"
     tokenizer = load_tokenizer(folder / "target")
-    fields = json.loads((folder / "target/config.json").read_text())
+    fields = json.loads((folder / "target/config.json").read_text(encoding="utf-8"))
     rows = (fields.get("text_config") or fields)["vocab_size"]
     sample = "naïve 日本語 def f(x): return x ** 2"
     if tokenizer.vocab_size > rows or tokenizer.decode(tokenizer.encode(sample)) != sample:
@@ -238,7 +238,7 @@ def suites() -> Iterator[Finding]:
 
     has_gpu = torch.cuda.is_available()
     for path in sorted((WORKFLOWS / "config").glob("*.yaml"), key=lambda path: (path.stem != DEFAULT_SUITE, path)):
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         if isinstance(raw, dict) and "suite" in raw:
             yield _suite(raw, has_gpu)
     for name, needs in OPEN_SUITES.items():

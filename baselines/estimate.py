@@ -106,8 +106,8 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=WORKFLOWS / "config/paper.yaml", help="a suite's config file")
     parser.add_argument("--tokens", type=int, help="tokens of an answer, assumed (default: the suite's cap)")
     options = parser.parse_args()
-    config = suite.resolve(yaml.safe_load(options.config.read_text()))
-    expected = yaml.safe_load(EXPECTED.read_text())
+    config = suite.resolve(yaml.safe_load(options.config.read_text(encoding="utf-8")))
+    expected = yaml.safe_load(EXPECTED.read_text(encoding="utf-8"))
     try:
         result = estimate(config, expected, tokens=options.tokens or config["max_new_tokens"])
     except ValueError as error:

@@ -38,9 +38,9 @@ class Answer:
     @property
     def tau(self) -> float | None:
         """New tokens a step (the paper's tau), 1 for ar by definition, None without a step."""
-        if self.job.config.method == "ar":
-            return 1.0
-        return len(self.trace.output_tokens) / len(self.trace.steps) if self.trace.steps else None
+        if not self.trace.steps:
+            return None
+        return 1.0 if self.job.config.method == "ar" else len(self.trace.output_tokens) / len(self.trace.steps)
 
     @property
     def tokens_per_second(self) -> float:

@@ -17,6 +17,7 @@ from baselines.refusals import did_you_mean, refusal, shown
 from tfm.config import DecodeConfig
 
 SCHEMA_FILE = WORKFLOWS / "schemas/config.schema.yaml"
+SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 RESERVED = ("published", "train", "rebuilt")  # folders of results/ that are no suite's
 # figure -> the table that it is drawn from
 FIGURE_TABLES = {
@@ -34,7 +35,7 @@ FIGURE_TABLES = {
 @functools.cache
 def read_schema() -> dict:
     """Return the schema of a config; do not change it."""
-    return yaml.safe_load(SCHEMA_FILE.read_text())
+    return yaml.safe_load(SCHEMA_FILE.read_text(encoding="utf-8"))
 
 
 def resolve(raw: dict, *, given: dict | None = None) -> dict:
@@ -80,7 +81,7 @@ def _meaning_problems(config: dict) -> list[str]:
             "folders of results/); choose another name"
         )
     for value in config["temperatures"]:
-        if not math.isfinite(value):
+        if not _is_finite(value):
             problems.append(f"temperatures: {value!r} is not allowed (allowed: finite numbers >= 0); use 0 for greedy")
         elif (first := named.setdefault(setting_name(value), value)) is not value:
             problems.append(
@@ -95,8 +96,14 @@ def _meaning_problems(config: dict) -> list[str]:
             )
     for key, values in (("depth_bonus", [config["depth_bonus"]]), ("depth_bonuses", config["depth_bonuses"])):
         for value in values:
-            if not (math.isfinite(value) and value <= 0):
+            if not (_is_finite(value) and value <= 0):
                 problems.append(f"{key}: {value!r} is not allowed (allowed: finite numbers <= 0); use 0 for none")
+    kernels = config["kernels"]
+    if kernels and kernels["value_heads"] % kernels["key_heads"]:
+        problems.append(
+            f"kernels.value_heads: {kernels['value_heads']} is not allowed (allowed: multiples of key_heads, "
+            f"{kernels['key_heads']}); change one of them"
+        )
     if config["graft"] and config["heads"]:
         problems.append(f"heads: {config['heads']} is not allowed with a graft (allowed: none), which widens no head")
     problems += [*_dataset_problems(config), *_limit_problems(config), *parts.problems(config)]
@@ -117,6 +124,13 @@ def _meaning_problems(config: dict) -> list[str]:
                     f"{key}: {value} is not allowed (allowed: 1 to {rows}, the drafter's rows); lower {key}"
                 )
     return problems
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _fixed_problems(config: dict, given: dict) -> list[str]:
@@ -236,7 +250,9 @@ def _allowed(schema: dict) -> str:
     kinds = schema.get("type", "a value")
     text = " or ".join(kinds) if isinstance(kinds, list) else f"{'an' if kinds[0] in 'aeio' else 'a'} {kinds}"
     text += f" >= {schema['minimum']}" if "minimum" in schema else ""
+    text += f"{' and' * ('minimum' in schema)} <= {schema['maximum']}" if "maximum" in schema else ""
     text += f" matching {schema['pattern']}" if "pattern" in schema else ""
+    text += f" of at most {schema['maxLength']} characters" if "maxLength" in schema else ""
     text += " with at least one entry" if schema.get("minItems") or schema.get("minLength") else ""
     return text + (", each once" if schema.get("uniqueItems") else "")
 
@@ -251,26 +267,36 @@ def _as_type(value, schema: dict):
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if value == "null" and kinds != ["string"]:
         return None
-    if isinstance(value, dict) and "properties" in schema:
-        return _typed(value, schema)
+    if isinstance(value, dict):
+        return _typed(value, schema) if "properties" in schema else {key: _plain(item) for key, item in value.items()}
     if "array" in kinds and value is not None and not isinstance(value, list | dict):
         parts = value.split(",") if isinstance(value, str) else [value]
         value = [part.strip() if isinstance(part, str) else part for part in parts]
     if isinstance(value, list):
         return [_as_type(item, schema.get("items", {})) for item in value]
-    if isinstance(value, str) and {"integer", "number", "boolean"} & set(kinds):
-        if value.lower() in ("nan", "inf", "-inf"):
-            return float(value)
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError:
-            return value
-        if isinstance(parsed, str) and "number" in kinds:
-            with contextlib.suppress(ValueError):
-                parsed = float(parsed)  # YAML takes 1e-6 for a word
-        value = parsed if isinstance(parsed, int | float) else value
+    if isinstance(value, str) and ("boolean" in kinds or any(word is True for word in schema.get("enum", ()))):
+        value = SWITCHES.get(value.strip().lower(), value)
+    if isinstance(value, str) and {"integer", "number"} & set(kinds):
+        value = _number(value)
     # 64.0 would name another cell than 64
-    return int(value) if isinstance(value, float) and value.is_integer() and "boolean" not in kinds else value
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole and "boolean" not in kinds else value
+
+
+def _number(text: str) -> int | float | str:
+    """Return the decimal number that a text spells, as Snakemake reads it; the text itself where it spells none.
+
+    YAML would take 064 for an octal 52 and 1:30 for 90.
+    """
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _plain(value):
+    """Return a value of a free-form object, whose words true, false and null reach us as text from a command line."""
+    return (SWITCHES | {"null": None}).get(value, value) if isinstance(value, str) else value
 
 
 def _raise_if(problems: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shutil
 import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
@@ -70,7 +71,7 @@ def test_reasoning_temperature_and_seed_change_the_answer(capsys):
 
 
 def test_a_prompt_is_read_from_standard_input(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(f"{PROMPT}\n".encode())))
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(f"{PROMPT}\n".encode()), encoding="utf-8"))
     assert run(capsys, "-", "--max-new-tokens", 5)[0] == run(capsys, PROMPT, "--max-new-tokens", 5)[0]
 
 
@@ -221,9 +222,21 @@ def test_a_comparison_that_fails_says_where_and_exits_1(capsys, monkeypatch):
     assert 'tfm and ar differ from token 3: "' in out and '"<|endoftext|>"' in out
 
 
-def test_an_answer_of_one_token_has_no_tau(capsys):
-    out, err = run(capsys, PROMPT, "--max-new-tokens", 1, "--stats")
+@pytest.mark.parametrize("method", ["tfm", "ar"])
+def test_an_answer_of_one_token_has_no_tau(capsys, method):
+    out, err = run(capsys, PROMPT, "--method", method, "--max-new-tokens", 1, "--stats")
     assert "1 tokens (the cap), 0 steps, tau -" in err and "no step" in out
+
+
+def test_an_answer_ends_where_a_cells_would(tmp_path, tiny):
+    """The model's own ends (generation_config.json) count, as they do in a cell and in servers."""
+    for part in ("drafter", "weaver"):
+        (tmp_path / part).symlink_to(tiny / part)
+    shutil.copytree(tiny / "target", tmp_path / "target")
+    (tmp_path / "target/generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    options = cli.parse(["generate", PROMPT, "--weights", str(tmp_path)])[0]
+    ends = generate.check_job(options, "tfm", PROMPT).config.eos_tokens
+    assert ends == (load_tokenizer(tiny / "target").eos_id, 7, 9)
 
 
 # --- refusals
@@ -251,6 +264,9 @@ REFUSED = [
     pytest.param([PROMPT, "--seed", "-1"], "seed: -1 is not allowed", id="negative_seed"),
     pytest.param([PROMPT, "--device", "tpu"], "device: 'tpu' is not allowed", id="unknown_device"),
     pytest.param([PROMPT, "--threads", "0"], "threads: 0 is not allowed", id="no_threads"),
+    pytest.param([PROMPT, "--threads", "100000"], "threads: 100000 is not allowed (allowed: 1 to 1024)", id="threads"),
+    pytest.param([PROMPT, "--budget", "100000"], "budget: 100000 is not allowed (allowed: 1 to 16384)", id="budget"),
+    pytest.param([PROMPT, "--seed", str(2**64)], "(allowed: an integer >= 0 and below 2**63)", id="seed"),
     pytest.param([PROMPT, "--buget", "8"], "unrecognised: --buget 8", id="unknown_option"),
     pytest.param(["hello", "there"], "unrecognised: there; a prompt of several words needs quotes", id="no_quotes"),
     pytest.param([], "the following arguments are required: prompt", id="no_prompt"),

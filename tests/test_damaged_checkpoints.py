@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_checkpoints import WEAVER, make_drafter, make_target, make_weaver, rewrite, shard
 
+from baselines.loading import load_models
 from tfm import checkpoints
 
 
@@ -150,3 +151,28 @@ def test_pth_with_mixed_keys_and_no_weights_is_named(tmp_path):
     torch.save({"config": WEAVER.to_dict(), 3: 1}, path)
     with pytest.raises(ValueError, match=rf"{path}: holds \['3', 'config'\], expected the keys config and state_dict"):
         checkpoints.load_weaver(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("part", "save", "name"),
+    [
+        ("target", lambda path: checkpoints.save_target(make_target(), path), "norm.weight"),
+        ("drafter", lambda path: checkpoints.save_drafter(make_drafter(), path), "fc.weight"),
+        ("weaver", lambda path: checkpoints.save_weaver(make_weaver(), path), "pos_emb"),
+    ],
+)
+def test_a_weight_that_is_no_number_is_refused_by_part_and_name(tmp_path, part, save, name, value):
+    """No draft of such weights is accepted, and the method would stand in the tables as one that gains nothing."""
+    checkpoints.save_target(make_target(), tmp_path / "target")
+    save(tmp_path / part)
+
+    def spoil(tensors):
+        key = next(key for key in tensors if key.removeprefix("model.") == name)
+        tensors[key] = tensors[key].clone()
+        tensors[key].flatten()[3] = value
+
+    rewrite(tmp_path / part, spoil)
+    folders = {"target": tmp_path / "target", part: tmp_path / part}
+    with pytest.raises(ValueError, match=f"weights.{part}: {tmp_path / part}: {name} hold NaN or infinite values"):
+        load_models(folders, device=torch.device("cpu"), dtype=torch.float32)

@@ -78,3 +78,26 @@ def test_tfm_names_no_other_method_and_no_method_reads_the_registry():
             for module in reached
             if module.removeprefix("baselines.") in others - {name} - built_on.get(name, set())
         ], name
+
+
+def text_calls(path: Path):
+    """Yield the lines of calls that read or write text in the locale's encoding."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", None))
+        is_binary = any(isinstance(part, ast.Constant) and "b" in str(part.value) for part in node.args[:2])
+        is_own_open = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") in (
+            "os",
+            "subprocess",
+        )
+        if name in ("read_text", "write_text") or (name == "open" and not is_binary and not is_own_open):
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "path", [path for _, path in SOURCES if not path.name.startswith("publish")], ids=lambda path: path.name
+)
+def test_text_is_utf_8_whatever_the_locale_says(path):
+    """Tables failed after the last cell of a suite: the paper's numbers were read as ASCII, and hold a mu."""
+    assert not list(text_calls(path))

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_decode import PROMPTS, Oracle, RootOnly, ar_tokens, run
+from test_decode import PROMPTS, Oracle, RootOnly, Scripted, ar_tokens, run
 from test_target import CONFIG, toy_target
 
 import tfm.clock
 from baselines.dflash import DFlashProposer
+from baselines.methods import METHODS, resolve
 from tfm.cache import TargetCache
 from tfm.clock import Clock
 from tfm.config import DecodeConfig
@@ -174,6 +175,34 @@ def test_logits_that_are_no_numbers_fail_the_request_by_name():
     for temperature in (0.0, 1.0):
         with pytest.raises(ValueError, match="logits: NaN .*prompt p1, after 0 tokens"):
             run(target, [PROMPTS[1]], RootOnly(), temperature=temperature)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-inf", "inf"])
+def test_a_broken_row_inside_an_accepted_path_is_refused_like_one_at_its_end(monkeypatch, value):
+    """Its argmax is token 0: where 0 was drafted, the row would pass for one that chose it."""
+    target, prompt = toy_target(torch.float32), PROMPTS[1]
+    whole = target.verify
+
+    def broken_at_the_root(*arguments, **named):
+        output = whole(*arguments, **named)
+        output.logits[:, 0] = float(value)
+        return output
+
+    monkeypatch.setattr(target, "verify", broken_at_the_root)
+    with pytest.raises(ValueError, match=f"logits: {value} .*prompt p1, after 1 tokens"):
+        run(target, [prompt], Scripted(lambda step: [0]), temperature=0.0)
+
+
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm", "dartree", "heap"])
+def test_a_drafter_that_gives_no_numbers_fails_the_request_by_name(method):
+    """A builder that drops them drafts nothing, which would stand in the tables as a method that gains nothing."""
+    target, drafter = toy_target(torch.float32, taps=(0, 2)), toy_drafter()
+    drafter.norm.weight.data.fill_(float("nan"))
+    sizes = {key: 4 for key in ("budget", "width", "candidates", "children") if key in METHODS[method].knobs}
+    config, models = DecodeConfig(method, residual=method in ("dflash", "ddtree"), **sizes), Models(target, drafter)
+    proposer = resolve(method)(config, models)
+    with pytest.raises(ValueError, match="drafts: (NaN|none that has a probability) .*prompt p1, step 0"):
+        decode([PROMPTS[1]], models, config, proposer=proposer, on_finish=[].append)
 
 
 @pytest.mark.parametrize("backend", ["naive", "solve"])

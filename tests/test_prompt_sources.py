@@ -328,7 +328,7 @@ def test_sharechat_takes_the_most_frequent_topic_and_drops_other_languages():
 def test_the_script_writes_prompts_and_a_manifest_that_pins_them(tmp_path):
     result, out = run_script("--dataset", "sample-math", "--source", "embedded", "--limit", "5", tmp_path=tmp_path)
     prompts = read_prepared(out)
-    manifest = json.loads(Path(result["manifest"]).read_text())
+    manifest = json.loads(Path(result["manifest"]).read_text(encoding="utf-8"))
     assert result["manifest"].endswith("set.manifest.json") and result["n"] == len(prompts) == manifest["n"] == 5
     assert manifest["prompts_sha256"] == hashlib.sha256(out.read_bytes()).hexdigest() == result["prompts_sha256"]
     assert manifest["dataset_sha256"] == hashlib.sha256((ROOT / "tfm/data/sample-math.jsonl").read_bytes()).hexdigest()

@@ -15,6 +15,16 @@ BAD = {  # C113: what is wrong -> (change, words of the message)
     "unknown_key": ({"buget": 3}, ["buget: unknown key", "did you mean budget?", "allowed keys:"]),
     "temperature_negative": ({"temperatures": [-1]}, ["temperatures: -1", ">= 0"]),
     "temperature_nan": ({"temperatures": [float("nan")]}, ["temperatures: nan", "finite"]),
+    "temperature_beyond_floats": ({"temperatures": [10**400]}, ["temperatures: 1000", "finite"]),
+    "seed_beyond_int64": ({"seeds": [0, 2**64]}, ["seeds: 18446744073709551616", "<= 9223372036854775807"]),
+    "budget_in_hex": ({"budget": "0x10"}, ["budget: '0x10'", "integer >= 1"]),
+    "budget_by_the_minute": ({"budgets": "8,1:30"}, ["budgets: '1:30'"]),
+    "threads": ({"torch_threads": 100_000}, ["torch_threads: 100000", ">= 1 and <= 1024"]),
+    "suite_too_long": ({"suite": "n" * 300}, ["suite: 'nnn", "at most 100 characters"]),
+    "kernel_heads": (
+        {"kernels": {**NANO["kernels"], "key_heads": 2, "value_heads": 3}},
+        ["kernels.value_heads: 3", "multiples of key_heads"],
+    ),
     "budget_zero": ({"budget": 0}, ["budget: 0", "integer >= 1"]),
     "sweep_budget_zero": ({"budgets": [8, 0]}, ["budgets: 0", ">= 1"]),
     "method_typo": (
@@ -96,6 +106,29 @@ def test_command_line_strings_are_typed_before_they_name_a_cell():  # C114
     assert (typed["temperatures"], typed["seeds"], typed["budget"]) == ([0, 1], [0, 3], 16)
     paths = {cell["path"] for cell in suite.expand(typed)}
     assert "results/nano/cells/torch/nano/sample-code/ddtree-b16/t0/seed0" in paths
+
+
+def test_numbers_of_the_command_line_are_decimal_wherever_they_stand():
+    """YAML reads 016 as octal 14; Snakemake reads a lone 016 as 16 and hands on a list as text."""
+    given = {"budget": "016", "budgets": "8,032", "depths": ["04"], "stages": "Off", "timed": "false"}
+    given |= {"server_flags": {"eager": "true", "graphs": "null", "backend": "fa3"}}
+    typed = suite.resolve({**NANO, **given})
+    assert (typed["budget"], typed["budgets"], typed["depths"]) == (16, [8, 32], [4])
+    assert typed["stages"] is False and typed["timed"] is False
+    assert typed["server_flags"] == {"eager": True, "graphs": None, "backend": "fa3"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": 10**12}, "budget: 1000000000000 is not allowed \\(allowed: 1 to 16384\\); .*lower budget"),
+        ({"widths": [10**9]}, "width: 1000000000 is not allowed \\(allowed: 1 to 16384\\)"),
+        ({"temperatures": [1e39]}, "temperature: 99+\\d+ is not allowed .*at most 3e\\+38"),
+    ],
+)
+def test_what_no_pass_could_hold_is_refused_before_any_job(change, message):
+    with pytest.raises(ValueError, match=message):
+        suite.expand(suite.resolve({**NANO, **change}))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ WHOLE_LAW = {
     "frequency_penalty": 0.0,
 }
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
+MOST_NODES = 16_384  # of a tree, and of a batch of it: the rows of a verify pass see each other in pairs
+MOST_HEAT = 3e38  # logits are divided in float32, where more than this is infinite
+MOST_SEEDS = 2**63  # the noise would take a seed from here on for a smaller one, and no table holds it
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class DecodeConfig:
         for key in ("budget", "depth", "width"):
             if getattr(self, key) is not None:
                 _at_least_one(key, getattr(self, key))
+                if getattr(self, key) > MOST_NODES:
+                    remedy = f"one verify pass takes a whole tree; lower {key}"
+                    _refuse(key, getattr(self, key), f"1 to {MOST_NODES}", remedy)
         if not isinstance(self.residual, bool):
             _refuse("residual", self.residual, "true or false", "false scores with the marginals alone")
         _one_of("head", self.head, HEADS)
@@ -90,16 +96,21 @@ class DecodeConfig:
             _refuse(
                 "depth", self.depth, f"1 to {draft_rows}", f"the drafter drafts {draft_rows} positions; lower depth"
             )
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
-            _refuse("seed", self.seed, "an integer >= 0", "give a seed; there is no implicit one")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < MOST_SEEDS:
+            _refuse("seed", self.seed, "an integer >= 0 and below 2**63", "give a seed; there is no implicit one")
         return self
 
 
 def check_temperature(temperature: float) -> None:
     """Raise ValueError unless `temperature` is a finite number >= 0."""
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not is_number or not (math.isfinite(temperature) and temperature >= 0):
-        _refuse("temperature", temperature, "a finite number >= 0", "use 0 for greedy, 1 for the target's law")
+    if not is_number or not 0 <= temperature <= MOST_HEAT:
+        _refuse(
+            "temperature",
+            temperature,
+            f"a finite number >= 0, at most {MOST_HEAT:g}",
+            "use 0 for greedy, 1 for the target's law",
+        )
 
 
 def _check_whole_law(config: DecodeConfig) -> None:

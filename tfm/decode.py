@@ -101,6 +101,7 @@ class Context:
             self._drafter_cache = models.drafter.new_cache(len(roots), max_tokens)
             models.drafter.append(prefill.taps, lengths, self._drafter_cache)
         self._pending: tuple[Tensor, Tensor] | None = None
+        self.has_drafted = False
 
     def draft(self, candidates: int) -> Marginals:
         """Run the drafter once and return its `candidates` best tokens for each of its rows.
@@ -113,6 +114,7 @@ class Context:
         if self._pending is not None:
             drafter.append(*self._pending, self._drafter_cache)
             self._pending = None
+        self.has_drafted = True
         logits, hidden = drafter.draft(self.roots, self._drafter_cache, self._models.target)
         return Marginals.from_logits(logits, hidden, candidates)
 
@@ -191,6 +193,22 @@ class _Request:
 
     def _completes_stop(self) -> bool:
         return bool(self.config.stop) and any(word in self.detokenise(self.output) for word in self.config.stop)
+
+    def refuse_broken(self, logits: list[float]) -> None:
+        """Raise ValueError unless the logits of the tokens that the target chose are finite."""
+        for value in logits:
+            if not math.isfinite(value):
+                where = f"prompt {self.prompt.id}, after {len(self.output)} tokens"
+                name = "NaN" if math.isnan(value) else f"{value:g}"
+                raise ValueError(f"logits: {name} ({where}); the target's weights or dtype are broken, check them")
+
+    def refuse_broken_drafts(self, tree: "_HostTree", row: int, *, has_drafted: bool = True) -> None:
+        """Raise ValueError for a tree of NaN, or without a draft where the drafter gave some: builders drop NaN."""
+        is_empty = has_drafted and tree.num_nodes[row] == 1
+        if is_empty or any(math.isnan(log_prob) for log_prob in tree.log_probs[row]):
+            what = "none that has a probability" if is_empty else "NaN"
+            where = f"prompt {self.prompt.id}, step {len(self.steps)}"
+            raise ValueError(f"drafts: {what} ({where}); the drafter's or the head's weights are broken, check them")
 
     def record(self, tree: "_HostTree", row: int, result: "_HostResult", traced: bool) -> None:
         """Emit what a step accepted and append its trace, still without times."""
@@ -285,18 +303,22 @@ class _Batch:
         roots = next_tokens(
             output.logits, lengths[:, None], self.indices, seed=config.seed, temperature=config.temperature
         )[:, 0]
-        self._refuse_nan(output.logits, torch.zeros_like(roots), roots)
+        self._refuse_broken(output.logits, torch.zeros_like(roots)[:, None], roots[:, None])
         for request, root in zip(self.requests, roots.tolist(), strict=True):
             request.emit([root])
         return Context(self.models, output, lengths, roots, self.indices, max_tokens=max_tokens)
 
-    def _refuse_nan(self, logits: Tensor, nodes: Tensor, tokens: Tensor) -> None:
-        # of a row with a NaN the chosen token's logit is NaN; it must not pass for token 0
-        chosen = logits[torch.arange(len(nodes), device=nodes.device), nodes, tokens].tolist()
-        for request, value in zip(self.requests, chosen, strict=True):
-            if value != value and request.finish_reason is None:
-                where = f"prompt {request.prompt.id}, after {len(request.output)} tokens"
-                raise ValueError(f"logits: NaN ({where}); the target's weights or dtype are broken, check them")
+    def _refuse_broken(self, logits: Tensor, nodes: Tensor, tokens: Tensor) -> None:
+        """Raise ValueError where the target chose a token [R, P] by a row, that of `nodes` [R, P], without a law.
+
+        Of a row with a NaN the chosen token's logit is NaN, of one that is -inf throughout it is -inf; neither must
+        pass for token 0. Nodes of -1 are padding.
+        """
+        rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+        chosen = logits[rows, nodes.clamp(min=0), tokens].float().masked_fill(nodes < 0, 0.0).tolist()
+        for request, values in zip(self.requests, chosen, strict=True):
+            if request.finish_reason is None:
+                request.refuse_broken(values)
 
     def _step(self, context: Context, proposer: Proposer, on_step) -> None:
         clock, config = self.clock, self.config
@@ -316,10 +338,12 @@ class _Batch:
                 root_positions=self.cache.lengths,
             )
             host, host_tree = _to_host(_HostResult, result), _to_host(_HostTree, tree)
-            leaf = result.path.gather(1, result.accepted[:, None])[:, 0]
-            self._refuse_nan(output.logits, leaf, result.bonus)
+            followers = tree.tokens.gather(1, result.path.clamp(min=0)).roll(-1, dims=1)
+            followers.scatter_(1, result.accepted[:, None], result.bonus[:, None])
+            self._refuse_broken(output.logits, result.path, followers)
         for row, request in enumerate(self.requests):
             if request.finish_reason is None:
+                request.refuse_broken_drafts(host_tree, row, has_drafted=context.has_drafted)
                 request.record(host_tree, row, host, self.traced)
         with clock.stage("commit"):
             going = torch.tensor([request.finish_reason is None for request in self.requests], device=self.device)

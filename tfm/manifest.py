@@ -237,7 +237,7 @@ def git_state(root: Path = REPOSITORY) -> dict:
 def cpu_name() -> str:
     """Return the processor's model name."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

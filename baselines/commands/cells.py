@@ -122,7 +122,7 @@ def cells_of(name: str, configfile: Path | None, given: list[str], results: Path
             raise ValueError(
                 f"config: {name} is known from {plan} only, nothing can be changed; give --configfile FILE"
             )
-        return json.loads(plan.read_text())["cells"]
+        return json.loads(plan.read_text(encoding="utf-8"))["cells"]
     if configfile is None:
         planned = [folder.parent.name for folder in results.glob("*/plan.json")]
         one_of("suite", name, sorted({*suite_names(), *planned}))
@@ -131,7 +131,7 @@ def cells_of(name: str, configfile: Path | None, given: list[str], results: Path
             f"configfile: {path} does not exist; give a suite's config, such as workflows/config/nano.yaml"
         )
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"configfile: {path} is not YAML ({visible(str(error))}); restore it") from error
     if not isinstance(raw, dict) or "suite" not in raw:
@@ -151,7 +151,11 @@ def same_options(options: argparse.Namespace) -> str:
 def suite_names() -> list[str]:
     """Return the suites that have a config here."""
     paths = sorted((WORKFLOWS / "config").glob("*.yaml"))
-    return [path.stem for path in paths if path.read_text().startswith("suite:") or "\nsuite:" in path.read_text()]
+    return [
+        path.stem
+        for path in paths
+        if path.read_text(encoding="utf-8").startswith("suite:") or "\nsuite:" in path.read_text(encoding="utf-8")
+    ]
 
 
 def parse_value(word: str) -> tuple[str, object]:
@@ -160,7 +164,8 @@ def parse_value(word: str) -> tuple[str, object]:
     if not sign or not key:
         raise ValueError(f"config: {word!r} is not allowed (allowed: KEY=VALUE); write for example prompts=4")
     try:
-        return key, yaml.safe_load(text) if text[:1] in ("[", "{") else text
+        # as Snakemake does: everything inside stays text, and nothing after the = is null
+        return key, yaml.load(text, yaml.BaseLoader) if text[:1] in ("[", "{") else text or None
     except yaml.YAMLError as error:
         raise ValueError(f"config: {word!r} is not allowed (allowed: YAML after the =); close its brackets") from error
 

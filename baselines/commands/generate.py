@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from baselines.methods import METHODS, check
 from baselines.refusals import one_of
 from tfm.config import DecodeConfig
 from tfm.manifest import REPOSITORY, weight_files
-from tfm.tokenizer import TextTokenizer, encode_prompt, load_tokenizer
+from tfm.tokenizer import TextTokenizer, encode_prompt, end_tokens, load_tokenizer
 
 DESCRIPTION = (
     "Reads the weights of a family and streams the answer to one prompt. In a terminal, accepted drafts are green and "
@@ -89,8 +90,9 @@ def run(options: argparse.Namespace) -> int:
 def read_prompt(word: str) -> str:
     """Return the prompt; raises ValueError when it is empty or no UTF-8 text."""
     try:
-        prompt = sys.stdin.buffer.read().decode().rstrip("\n") if word == "-" else word
-        prompt.encode()
+        # the bytes of the word, whatever encoding the locale has
+        given = sys.stdin.buffer.read() if word == "-" else os.fsencode(word)
+        prompt = given.decode().rstrip("\n") if word == "-" else given.decode()
     except UnicodeError as error:
         raise ValueError(f"prompt: not UTF-8 text ({error}); convert it first, for example with iconv") from error
     if not prompt.strip():
@@ -106,14 +108,16 @@ def check_job(options: argparse.Namespace, method: str, prompt: str) -> Job:
     """
     one_of("method", method, METHODS)
     one_of("device", options.device, ("cpu", "cuda"))
-    for key in ("threads", "tree_rows"):
-        if getattr(options, key) < 1:
+    for key, most in (("threads", 1024), ("tree_rows", 2**31)):
+        if not 1 <= getattr(options, key) <= most:
             name = key.replace("_", "-")
-            raise ValueError(f"{name}: {getattr(options, key)} is not allowed (allowed: an integer >= 1); raise {name}")
+            raise ValueError(f"{name}: {getattr(options, key)} is not allowed (allowed: 1 to {most}); change {name}")
     folder, family = family_folder(options)
     sizes = target_sizes(folder)
     tokenizer = load_tokenizer(folder / "target")
     config = decode_config(options, method, sizes, tokenizer)
+    # as in a cell: the model's own ends too
+    config = dataclasses.replace(config, eos_tokens=end_tokens(folder / "target", tokenizer))
     check(config, draft_rows({"weights": str(folder)}))
     check_limits(config, sizes, family)
     weights = {part: folder / part for part in ("target", *METHODS[method].parts_for(config))}
@@ -144,7 +148,7 @@ def target_sizes(folder: Path) -> dict:
     """Return the fields of the target's config.json, those of its text part where it has one."""
     path = folder / "target/config.json"
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_text(encoding="utf-8"))
         sizes = fields.get("text_config") or fields
         return {key: int(sizes[key]) for key in ("vocab_size", "max_position_embeddings")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -158,7 +162,7 @@ def decode_config(options, method: str, sizes: dict, tokenizer: TextTokenizer) -
     knobs = {key: value for key, value in defaults.items() if key in METHODS[method].knobs} | knobs
     return DecodeConfig(
         method,
-        temperature=options.temperature,
+        temperature=options.temperature + 0.0,  # no minus before a zero
         seed=options.seed,
         max_new_tokens=options.max_new_tokens,
         eos_tokens=(tokenizer.eos_id,),

@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     one_of("suite", options.suite, suite_names())
     given = dict(parse_value(word) for word in options.config)
     with contextlib.chdir(REPOSITORY):  # configs name weights from there
-        raw = yaml.safe_load((WORKFLOWS / f"config/{options.suite}.yaml").read_text())
+        raw = yaml.safe_load((WORKFLOWS / f"config/{options.suite}.yaml").read_text(encoding="utf-8"))
         config = suite.resolve({**raw, **given}, given=given)
-        expected = yaml.safe_load(EXPECTED.read_text())
+        expected = yaml.safe_load(EXPECTED.read_text(encoding="utf-8"))
         result = planning.plan(config, expected, gpus=options.gpus, tokens=options.tokens, ar_tok_s=options.ar_tok_s)
     screen = Screen()
     if options.json:

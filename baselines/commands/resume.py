@@ -86,7 +86,7 @@ def alone(folder: Path) -> Iterator[None]:
     """Hold the folder's lock of this command; raises ValueError when another resume holds it."""
     path = folder / ".snakemake/tfm-resume.lock"
     path.parent.mkdir(exist_ok=True)
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,7 +155,7 @@ def processes_in(folder: Path) -> Iterator[Process]:
             if int(entry.name) == os.getpid() or Path(os.readlink(entry / "cwd")) != folder.resolve():
                 continue
             words = tuple((entry / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0"))
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
+            status = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             is_job = JOB_MARK in (entry / "environ").read_bytes()
         except OSError:
             continue  # it ended, or it is another user's
@@ -165,6 +165,6 @@ def processes_in(folder: Path) -> Iterator[Process]:
 
 def _is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

@@ -33,7 +33,7 @@ def marked(token: str) -> list[int]:
 def is_alive(process: int) -> bool:
     """Return whether a process runs; one that ended and was not waited for does not."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in ("Z", "X")
     except (OSError, IndexError):
         return False
 

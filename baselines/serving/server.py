@@ -47,7 +47,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / "server.lock", "a")  # noqa: SIM115, held until stop
+        self._lock = open(self.folder / "server.lock", "a", encoding="utf-8")  # noqa: SIM115, held until stop
         try:
             # another run's server is no orphan
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +86,11 @@ class Server:
 
     def tail(self) -> str:
         """Return the last lines of the server's log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL:]) if self.log.exists() else ""
+        return (
+            "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
+            if self.log.exists()
+            else ""
+        )
 
     def _start(self) -> None:
         launch = self.launch
@@ -148,7 +152,7 @@ def claim_port(wanted: int | None) -> int:
 def end_orphan(state: Path) -> list[int]:
     """End what an earlier run's server left alive and return its process ids; none where there is no state file."""
     try:
-        token = json.loads(state.read_text())["token"]
+        token = json.loads(state.read_text(encoding="utf-8"))["token"]
     except FileNotFoundError:
         return []
     except (ValueError, KeyError, TypeError):

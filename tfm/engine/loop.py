@@ -96,7 +96,7 @@ class Engine:
         start = clock.now()
         logits = self.step.prefill(prompt.tokens, prompt.index, self._first_token)
         root = int(self.step.context.roots)
-        self._refuse_nan(request, float(logits[0, 0, root]))
+        request.refuse_broken([float(logits[0, 0, root])])
         request.emit([root])
         started = clock.now()
         while request.finish_reason is None:
@@ -139,12 +139,13 @@ class Engine:
         if self._policy is not None:
             columns = (decision.parents[0], decision.log_probs[0], decision.num_nodes[0])
             self._policy.observe(expected_gains(*columns, self._policy.budgets), decision.accepted[0])
-        self._refuse_nan(request, decision.bonus_logit)
+        request.refuse_broken([decision.bonus_logit])
         if decision.is_unfinished:
             raise RuntimeError(
                 f"tree: step {len(request.steps)} of prompt {request.prompt.id} needs more expansions than were "
                 "planned (the frontier held fewer than width entries); lower width, or use the reference loop"
             )
+        request.refuse_broken_drafts(decision, 0, has_drafted=self.config.method != "ar")
         request.record(decision, 0, decision, traced)
         request.steps[-1].stage_us = clock.end_step()
 
@@ -164,8 +165,3 @@ class Engine:
         if arrived is not None:
             arrived.synchronize()
         return unpack(host, self.step.path_rows)
-
-    def _refuse_nan(self, request: _Request, logit: float) -> None:
-        if logit != logit:
-            where = f"prompt {request.prompt.id}, after {len(request.output)} tokens"
-            raise ValueError(f"logits: NaN ({where}); the target's weights or dtype are broken, check them")

@@ -166,7 +166,7 @@ def write_part(
 
 def check_plan(plan: Plan, path: Path) -> None:
     """Write the plan beside the text, or raise ValueError when the text there was made with another."""
-    if path.is_file() and json.loads(path.read_text()) != json.loads(json.dumps(asdict(plan))):
+    if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(asdict(plan))):
         raise ValueError(f"{path.parent}: holds text of another plan; delete it, or give the options of plan.json")
     write_json(path, asdict(plan))
 
@@ -204,7 +204,7 @@ def make_messages(
         return None
     found: dict[str, str] = {}
     for path, _, domain, _ in batches:
-        found |= dict.fromkeys(json.loads(path.read_text()), domain)
+        found |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")), domain)
     return [Prompt(domain, "new", text) for text, domain in found.items() if is_plain(text)]
 
 

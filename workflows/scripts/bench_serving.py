@@ -34,7 +34,7 @@ def write_shapes(config: dict, folder: Path) -> dict[str, str]:
     weights, shape = Path(config["weights"]), config["graft"]
     parts = {}
     for part in ("target", "drafter", "weaver"):
-        fields = json.loads((weights / part / "config.json").read_text())
+        fields = json.loads((weights / part / "config.json").read_text(encoding="utf-8"))
         fields |= {key: value for key, value in shape[part].items() if key not in ("layers", "target_layer_ids")}
         parts[part] = fields
     target, drafter, weaver = parts["target"], parts["drafter"], parts["weaver"]
@@ -50,7 +50,7 @@ def write_shapes(config: dict, folder: Path) -> dict[str, str]:
     weaver |= {"d_model": target["hidden_size"], "d_embed": target["hidden_size"]}
     for part in ("target", "drafter"):
         (folder / part).mkdir(parents=True)
-        (folder / part / "config.json").write_text(json.dumps(parts[part], indent=1))
+        (folder / part / "config.json").write_text(json.dumps(parts[part], indent=1), encoding="utf-8")
     model = Weaver(WeaverConfig.from_dict(weaver))
     init_weaver(model, 0)
     save_weaver(model, folder / "weaver")
@@ -111,7 +111,7 @@ def time_arm(arm: str, options: argparse.Namespace, weights: dict[str, str], env
                     rows.append({"prompt_tokens": length, **_timed(reply)})
         used = card.memory_used_mib(environment["CUDA_VISIBLE_DEVICES"]) if environment else None
         memory = runner.memory(server.port)
-    states = state_gib(server.log.read_text(errors="replace"))
+    states = state_gib(server.log.read_text(encoding="utf-8", errors="replace"))
     return {"engine": facts | memory, "memory_used_mib": used, "state_gib": states, "rows": rows, "cell": cell}
 
 
@@ -173,7 +173,7 @@ def run(options: argparse.Namespace) -> dict:
     from baselines.serving import card
     from tfm import manifest
 
-    config = yaml.safe_load(options.config.read_text())
+    config = yaml.safe_load(options.config.read_text(encoding="utf-8"))
     config["weights"] = str(REPOSITORY / config["weights"])
     if options.layers:
         whole = config["graft"]["target"]["num_hidden_layers"]

@@ -24,7 +24,7 @@ def source_of(plan: dict) -> str:
     """Return which code and card a run's numbers come from; raises ValueError for uncommitted code."""
     commits = set()
     for cell in plan["cells"]:
-        git = json.loads((Path(cell["path"]) / "cell.json").read_text())["environment"]["git"]
+        git = json.loads((Path(cell["path"]) / "cell.json").read_text(encoding="utf-8"))["environment"]["git"]
         if git["dirty"]:
             raise ValueError(f"{cell['path']} was made by uncommitted code; commit it, make it again, then propose")
         commits.add(str(git["commit"])[:10])

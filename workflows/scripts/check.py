@@ -28,7 +28,10 @@ SIGNS = {"pass": "✓", "fail": "✗", "not comparable": "≠"}
 
 def card_of(plan: dict) -> str:
     """Return the device of the run's cells, one name; several are joined, and match no card."""
-    names = {json.loads((Path(cell["path"]) / "cell.json").read_text())["device"]["name"] for cell in plan["cells"]}
+    names = {
+        json.loads((Path(cell["path"]) / "cell.json").read_text(encoding="utf-8"))["device"]["name"]
+        for cell in plan["cells"]
+    }
     return " + ".join(sorted(names))
 
 

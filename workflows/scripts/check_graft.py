@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    plan = json.loads(options.plan.read_text())
+    plan = json.loads(options.plan.read_text(encoding="utf-8"))
     config, cells = plan["config"], first_cells(plan)
     for cell in cells:
         check_weights(cell)
@@ -103,7 +103,10 @@ def read_prompts(config: dict, options) -> list[Prompt]:
 def shallower(config: dict, layers: int) -> dict:
     """Return the graft with another number of layers; each tap stands right behind the source's layer."""
     shape = config["graft"]
-    source = {part: json.loads(Path(folder, "config.json").read_text()) for part, folder in folders(config).items()}
+    source = {
+        part: json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        for part, folder in folders(config).items()
+    }
     target = {**shape["target"], "num_hidden_layers": layers}
     places = graft_shape.spread_layers(
         source["target"]["layer_types"], graft_shape.wide_layer_types(target, source["target"])

@@ -58,7 +58,7 @@ def _end_of_curve(folder: Path, part: str) -> dict[str, float]:
     path = next((place for place in places if place.is_file()), None)
     if path is None and part == "drafter":
         return {}
-    with (path or places[0]).open(newline="") as file:
+    with (path or places[0]).open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row.get("val_alpha")]
     return {name: float(value) for name, value in rows[-1].items() if value}
 

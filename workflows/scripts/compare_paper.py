@@ -157,7 +157,10 @@ def main() -> int:
     parser.add_argument("--summary", required=True, type=Path, help="summary.json of the suite")
     parser.add_argument("--out", required=True, type=Path, help="compare.csv; compare.md is written beside it")
     options = parser.parse_args()
-    expected, summary = yaml.safe_load(options.expected.read_text()), json.loads(options.summary.read_text())
+    expected, summary = (
+        yaml.safe_load(options.expected.read_text(encoding="utf-8")),
+        json.loads(options.summary.read_text(encoding="utf-8")),
+    )
     folder = options.summary.resolve().parent
     plan = json.loads((folder / "plan.json").read_text()) if (folder / "plan.json").exists() else {"config": {}}
     known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": plan["config"].get("dtype")}

@@ -300,7 +300,7 @@ def _entry(found, unit: str) -> dict:
 
 def headline(found: dict, model_rows: pd.DataFrame, context: int, expected: Path) -> pd.DataFrame:
     """Return one row a method: what the paper prints, what was measured here, and what is modelled at a given tau."""
-    printed = {row["item"]: row["paper"] for row in yaml.safe_load(expected.read_text())["items"]}
+    printed = {row["item"]: row["paper"] for row in yaml.safe_load(expected.read_text(encoding="utf-8"))["items"]}
     rows = []
     for method, key in {"ar": None, **HEADLINE, "dartree": "dartree_step_over_ar_B64", "adaptive": None}.items():
         row = {"method": method, "paper_speedup": 1.0 if method == "ar" else printed.get(f"speedup_{method}")}

@@ -175,7 +175,7 @@ def save(figure: plt.Figure, out: Path, name: str, caption: str) -> None:
         figure.savefig(out / f"{name}.{form}", dpi=150, metadata=metadata)
     svg = out / f"{name}.svg"
     svg.write_text(small(svg.read_text(encoding="utf-8")), encoding="utf-8")
-    (out / f"{name}.txt").write_text(caption + "\n")
+    (out / f"{name}.txt").write_text(caption + "\n", encoding="utf-8")
     plt.close(figure)
 
 
@@ -188,7 +188,7 @@ def draw(tables: Path, out: Path, figures: list[str]) -> None:
     """Draw the figures named from the csv files in `tables`."""
     out.mkdir(parents=True, exist_ok=True)
     set_style()
-    captions = json.loads((tables / "captions.json").read_text())
+    captions = json.loads((tables / "captions.json").read_text(encoding="utf-8"))
     for name in figures:
         # the second line is the table's caption: sizes, counts and conditions
         caption = f"{CAPTIONS[name]}\n{captions.get(FIGURE_TABLES[name], '')}".strip()

@@ -107,7 +107,7 @@ def headline(folder: Path, config: dict) -> list[str]:
     if "headline" not in config["tables"]:
         return []
     frame = pd.read_csv(folder / "tables/headline.csv")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     rows = []
     for row in frame.to_dict("records"):
         method = row["variant"].split("-")[0]
@@ -171,7 +171,7 @@ def pairs(folder: Path) -> list[str]:
 
 def lossless(folder: Path, config: dict) -> list[str]:
     """Return where token identity was measured, what is expected elsewhere, and the command that checks it."""
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     same, rows = summary.get("same_as_ar_share") or {}, []
     for dtype, expected in (
         ("float32", "identical"),
@@ -203,7 +203,7 @@ def figures(folder: Path, config: dict) -> list[str]:
     parts = []
     for name in config["figures"]:
         data = base64.b64encode((folder / f"figures/{name}.svg").read_bytes()).decode()
-        short = (folder / f"figures/{name}.txt").read_text().partition("\n")[0]
+        short = (folder / f"figures/{name}.txt").read_text(encoding="utf-8").partition("\n")[0]
         source = FIGURE_TABLES[name]
         link = f'<a href="#{anchor("table", source)}">numbers, counts and conditions</a>'
         picture = image(short.removesuffix("."), f"data:image/svg+xml;base64,{data}")
@@ -257,7 +257,7 @@ def doubts(folder: Path, config: dict) -> list[str]:
 
 def details(folder: Path, config: dict, manifest: dict) -> list[str]:
     """Return every table in full, folded, with the SHA-256 of its csv file."""
-    captions, parts = json.loads((folder / "tables/captions.json").read_text()), []
+    captions, parts = json.loads((folder / "tables/captions.json").read_text(encoding="utf-8")), []
     for name in config["tables"]:
         file = f"tables/{name}.csv"
         body = plain_table(readable(pd.read_csv(folder / file)), captions[name])
@@ -348,7 +348,7 @@ def main() -> int:
     parser.add_argument("--manifest", required=True, type=Path, help="manifest.json")
     parser.add_argument("--out", required=True, type=Path, help="report.html")
     options = parser.parse_args()
-    plan, manifest = (json.loads(path.read_text()) for path in (options.plan, options.manifest))
+    plan, manifest = (json.loads(path.read_text(encoding="utf-8")) for path in (options.plan, options.manifest))
     trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"])
     text = page(options.plan.parent, plan, manifest, trees)
     write_atomic(options.out, text.encode())

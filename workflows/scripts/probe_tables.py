@@ -186,7 +186,7 @@ def kernels(data) -> pd.DataFrame:
 @functools.cache
 def paper_kernels() -> dict[int, dict[str, float]]:
     """Return the paper's kernel table: rows T -> recurrent, fused (microseconds a layer) and ratio."""
-    return yaml.safe_load(EXPECTED.read_text())["kernel_table"]["rows"]
+    return yaml.safe_load(EXPECTED.read_text(encoding="utf-8"))["kernel_table"]["rows"]
 
 
 def notes(name: str, data) -> str:

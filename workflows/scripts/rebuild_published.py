@@ -41,7 +41,7 @@ def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = Tr
     plan = read_plan(folder / PLAN)
     records = load_published(folder)
     write_tables(plan, records, out, probes=load_probes(folder))
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     known = {"devices": devices_of(out / "tables/headline.csv"), "dtype": plan["config"]["dtype"]}
     rows = compare(expected, summary, plan["config"]["suite"], **known)
     write_comparison(rows, out / "compare.csv")
@@ -113,7 +113,7 @@ def differences(published: Path, out: Path) -> dict[str, str]:
         if not again.is_file():
             found[name] = "no table of today's code has this name"
         elif path.read_bytes() != again.read_bytes():
-            found[name] = first_difference(path.read_text().splitlines(), again.read_text().splitlines())
+            found[name] = first_difference(path.read_text(encoding="utf-8").splitlines(), again.read_text(encoding="utf-8").splitlines())
     return found
 
 

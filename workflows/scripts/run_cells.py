@@ -32,7 +32,7 @@ def register_kernels() -> None:
 
 def read_cells(path: Path) -> list[dict]:
     """Return the cells of a plan.json or of a file with one JSON object a line."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     try:
         plan = json.loads(text)
         return plan.get("cells", [plan])

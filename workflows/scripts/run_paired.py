@@ -190,7 +190,7 @@ class Claims:
     @contextlib.contextmanager
     def take(self, group: list[dict]):
         """Yield whether the group is this process's for the block; it is not while another one holds it."""
-        with open(self._folder / f"{self._name(group[0]['path'])}.lock", "w") as file:
+        with open(self._folder / f"{self._name(group[0]['path'])}.lock", "w", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -112,8 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--variant", default="all:fused_cuda", help="variant of ours of the summary (default all:fused_cuda)")
     add("--out", type=Path, required=True, help="folder to write to")
     options = parser.parse_args(arguments)
-    table = [row for path in options.sglang for row in served_rows(json.loads(path.read_text()))]
-    table += [row for path in options.ours for row in own_rows(json.loads(path.read_text()))]
+    table = [row for path in options.sglang for row in served_rows(json.loads(path.read_text(encoding="utf-8")))]
+    table += [row for path in options.ours for row in own_rows(json.loads(path.read_text(encoding="utf-8")))]
     taus = {name: entry for folder in options.cells for name, entry in accepted(folder).items()}
     if not table and not taus:
         print("summarise_engines: nothing was given; pass --sglang, --ours or --cells", file=sys.stderr)

@@ -19,7 +19,7 @@ def manifest(plan: dict, folder: Path) -> dict:
     """Return what made the suite's numbers."""
     cells, devices, environments = {}, [], []
     for cell in plan["cells"]:
-        facts = json.loads((Path(cell["path"]) / "cell.json").read_text())
+        facts = json.loads((Path(cell["path"]) / "cell.json").read_text(encoding="utf-8"))
         keys = ("source_digest", "cell_digest", "prompts_sha256", "prompts", "started", "ended", "seconds", "files")
         cells[cell["path"]] = {key: facts[key] for key in keys} | {"weights": facts["cell"]["weights_sha256"]}
         devices += [facts["device"]] if facts["device"] not in devices else []
@@ -27,7 +27,10 @@ def manifest(plan: dict, folder: Path) -> dict:
     outputs = sorted(
         [path for pattern in ("tables/*", "figures/*", "compare.*", "summary.json") for path in folder.glob(pattern)]
     )
-    prompts = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("prompts/*/*.manifest.json"))}
+    prompts = {
+        path.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("prompts/*/*.manifest.json"))
+    }
     return {
         "config": plan["config"],
         "cells": cells,
@@ -45,7 +48,7 @@ def main() -> int:
     parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
     parser.add_argument("--out", required=True, type=Path, help="manifest.json")
     options = parser.parse_args()
-    result = manifest(json.loads(options.plan.read_text()), options.plan.parent)
+    result = manifest(json.loads(options.plan.read_text(encoding="utf-8")), options.plan.parent)
     write_json(options.out, result)
     print(json.dumps({"manifest": str(options.out), "cells": len(result["cells"]), "outputs": len(result["outputs"])}))
     return 0
