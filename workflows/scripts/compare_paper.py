@@ -162,7 +162,11 @@ def main() -> int:
         json.loads(options.summary.read_text(encoding="utf-8")),
     )
     folder = options.summary.resolve().parent
-    plan = json.loads((folder / "plan.json").read_text()) if (folder / "plan.json").exists() else {"config": {}}
+    plan = (
+        json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        if (folder / "plan.json").exists()
+        else {"config": {}}
+    )
     known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": plan["config"].get("dtype")}
     rows = compare(expected, summary, folder.name, **known)
     write_comparison(rows, options.out)

@@ -113,7 +113,9 @@ def differences(published: Path, out: Path) -> dict[str, str]:
         if not again.is_file():
             found[name] = "no table of today's code has this name"
         elif path.read_bytes() != again.read_bytes():
-            found[name] = first_difference(path.read_text(encoding="utf-8").splitlines(), again.read_text(encoding="utf-8").splitlines())
+            found[name] = first_difference(
+                path.read_text(encoding="utf-8").splitlines(), again.read_text(encoding="utf-8").splitlines()
+            )
     return found
 
 
