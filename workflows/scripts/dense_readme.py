@@ -74,7 +74,9 @@ def _claims(rows: pd.DataFrame, *, verdicts: bool = True) -> str:
         reason = f" ({row['reason']})" if _text(row["reason"]) else ""
         verdict = [f"**{row['verdict']}**{reason}"] if verdicts else []
         place = [row["claim"], row["head"], _text(row["where"])]
-        lines.append([*place, *said, _interval(row, "value"), f"{row['n']:.0f}", *verdict])
+        # a width or a budget is one of the sweep's
+        measured = _interval(row, "value") if row["unit"].startswith("x") else _whole(row)
+        lines.append([*place, *said, measured, f"{row['n']:.0f}", *verdict])
     return _table(lines) if len(lines) > 1 else ""
 
 
@@ -139,6 +141,11 @@ def _interval(row, name: str) -> str:
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
     ends = "" if low is None or high is None or pd.isna(low) or pd.isna(high) else f" [{_number(low)}, {_number(high)}]"
     return _number(row.get(name)) + ends
+
+
+def _whole(row) -> str:
+    ends = (row["value"], row["value_low"], row["value_high"])
+    return "" if any(map(pd.isna, ends)) else "{:.0f} [{:.0f}, {:.0f}]".format(*ends)
 
 
 def _number(value) -> str:
