@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -15,7 +16,8 @@ import sanity
 import summary
 import tables
 from compare_paper import compare, to_markdown
-from make_tables import read_plan, readable
+from make_tables import read_plan, readable, to_latex
+from make_tables import to_markdown as table_to_markdown
 from probe_records import Probe
 from publish import load_published
 
@@ -141,6 +143,15 @@ def records(**changes) -> Records:
         ({"steps": None}, "without a count of steps"),
         ({"accepted_untrimmed": 5}, "accepted deeper than its tree"),
         ({"committed": 9}, "emitted more than it accepted and a bonus"),
+        ({"accepted_untrimmed": float("nan")}, "a step without a count"),
+        ({"accepted_untrimmed": 0}, "emitted drafts which it refused"),
+        ({"nodes": 1}, "accepted more than it drafted"),
+        ({"committed": 1}, "another count of tokens than its steps emitted"),
+        ({"new_tokens": 5}, "another count of tokens than its steps emitted"),
+        ({"new_tokens": 49}, "more tokens than the cap"),
+        ({"steps": 3}, "another count of steps than it has"),
+        ({"id": "a"}, "a request that its cell holds twice"),
+        ({"decode_us": -1.0}, "a time below 0 .decode_us."),
     ],
 )
 def test_a_missing_or_impossible_count_is_never_averaged(change, words):
@@ -148,6 +159,36 @@ def test_a_missing_or_impossible_count_is_never_averaged(change, words):
     sanity.check_rows(records())
     with pytest.raises(ValueError, match=f"cells/torch/toy/set/tfm/t1/seed0: .*{words}.* request .*snakemake"):
         sanity.check_rows(records(**change))
+
+
+def test_a_speedup_over_part_of_the_prompts_says_over_how_many():
+    """A set whose ar is missing leaves the speedup and stays in tokens a second: the row has to say so."""
+    rows = pd.concat(
+        [
+            arm([request(name, [2], us=1e6, index=i) for i, name in enumerate("abc"[:count])], method=method)[0]
+            for method, count in (("ar", 2), ("tfm", 3))
+        ]
+    )
+    data = SimpleNamespace(
+        records=SimpleNamespace(cells=[{}]),
+        arm=lambda name, **_: rows[rows["method"] == name],
+        missing=lambda name, **_: "",
+    )
+    found = tables._speed_and_acceptance(data, "tfm")
+    assert found["n"] == 3 and "speedup of 2 of 3 timed prompts" in found["flag"]
+    assert tables._speed_and_acceptance(data, "ar")["flag"] == ""
+
+
+def test_text_of_any_kind_is_plain_in_latex_and_stays_one_row_in_markdown():
+    frame = pd.DataFrame({"a_b": ["x^2 ~ \\input{y} <&> 50% #1 $z$ | w", "one\ntwo"], "value": [float("inf"), 1.5]})
+    tex, markdown = to_latex(readable(frame), "T_1 > 0", "name"), table_to_markdown(readable(frame), "caption")
+    row = (
+        r"x\textasciicircum{}2 \textasciitilde{} \textbackslash{}input\{y\} \textless{}\&\textgreater{} 50\% \#1 \$z\$"
+    )
+    assert (
+        row + r" \textbar{} w & inf \\" in tex and r"\caption{T\_1 \textgreater{} 0}" in tex and r"a\_b & value" in tex
+    )
+    assert r"50% #1 $z$ \| w | inf |" in markdown and "| one two | 1.500 |" in markdown
 
 
 def test_more_reasoning_tokens_than_tokens_are_refused():

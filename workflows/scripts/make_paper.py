@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from make_tables import in_latex as _tex
 from make_tables import read_plan
 
 from tfm.manifest import write_atomic
@@ -150,10 +151,6 @@ def _with_interval(row: dict, key: str) -> str:
     text = _number(row, key, 2)
     low, high = _number(row, f"{key}_low", 2), _number(row, f"{key}_high", 2)
     return text if MISSING in (text, low, high) else f"{text} [{low}, {high}]"
-
-
-def _tex(text: str) -> str:
-    return "".join(f"\\{mark}" if mark in "&%$#_{}" else mark for mark in str(text))
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -44,17 +45,18 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
 def to_markdown(frame: pd.DataFrame, text: str) -> str:
     """Return a Markdown table under its caption."""
     rows = [list(frame.columns), ["---"] * len(frame.columns), *frame.values.tolist()]
-    body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    # a line break would end the row
+    body = "\n".join("| " + " | ".join(" ".join(c.replace("|", "\\|").split("\n")) for c in row) + " |" for row in rows)
     return f"{text}\n\n{body}\n"
 
 
 def to_latex(frame: pd.DataFrame, text: str, name: str) -> str:
     """Return a LaTeX table (needs the package booktabs) with its caption and the label tab:<name>."""
-    head = " & ".join(map(_tex, frame.columns))
-    body = "\n".join(" & ".join(map(_tex, row)) + r" \\" for row in frame.values.tolist())
+    head = " & ".join(map(in_latex, frame.columns))
+    body = "\n".join(" & ".join(map(in_latex, row)) + r" \\" for row in frame.values.tolist())
     lines = [
         r"\begin{table}",
-        rf"\caption{{{_tex(text)}}}\label{{tab:{name}}}",
+        rf"\caption{{{in_latex(text)}}}\label{{tab:{name}}}",
         rf"\begin{{tabular}}{{{'l' * len(frame.columns)}}}",
         rf"\toprule {head} \\ \midrule",
         body,
@@ -140,6 +142,8 @@ def _number(value) -> str:
         return ""
     if isinstance(value, float) and 0 < abs(value) < 5e-4:
         return f"{value:.1e}"
+    if isinstance(value, float) and math.isinf(value):
+        return f"{value:g}"
     if isinstance(value, float) and value != int(value):
         return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
     return str(int(value)) if isinstance(value, float) else str(value)
@@ -149,8 +153,14 @@ def _interval(low, high) -> str:
     return "" if pd.isna(low) or pd.isna(high) else f" [{low:.3f}, {high:.3f}]"
 
 
-def _tex(text: str) -> str:
-    return "".join(f"\\{mark}" if mark in "&%$#_{}" else mark for mark in text)
+# what LaTeX reads as a command, or prints as another character in its default font encoding
+_TEX = {mark: f"\\{mark}" for mark in "&%$#_{}"} | {"\n": " ", "<": r"\textless{}", ">": r"\textgreater{}"}
+_TEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "|": r"\textbar{}"}
+
+
+def in_latex(text) -> str:
+    """Return text that LaTeX prints as it stands."""
+    return "".join(_TEX.get(mark, mark) for mark in str(text))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def check_rows(records: Records) -> None:
     """Raise ValueError for rows that no metric may touch, naming the cell and the command that makes it again.
 
     A count that is missing is not 1: a request with two tokens or more had a verify pass. A rule cannot accept deeper
-    than the tree, so tokens a step never exceed the deepest draft plus one.
+    than the tree, so tokens a step never exceed the deepest draft plus one. A request's counts are those of its steps,
+    plus the token sampled at prefill.
     """
     rows, steps = records.requests, records.steps
     _refuse(rows, rows["steps"].isna() | rows["new_tokens"].isna(), "a request without a count of steps or tokens")
@@ -32,6 +33,23 @@ def check_rows(records: Records) -> None:
         _refuse(rows, rows["reasoning_tokens"] > rows["new_tokens"], "more reasoning tokens than new tokens")
     _refuse(steps, steps["accepted_untrimmed"] > steps["depth"], "a step that accepted deeper than its tree")
     _refuse(steps, steps["committed"] > steps["accepted"] + 1, "a step that emitted more than it accepted and a bonus")
+    counts = steps[["accepted", "accepted_untrimmed", "committed"]]
+    _refuse(steps, counts.isna().any(axis=1) | (counts.astype(float) < 0).any(axis=1), "a step without a count")
+    _refuse(steps, steps["accepted"] > steps["accepted_untrimmed"], "a step that emitted drafts which it refused")
+    # of a served tree the depth may be unknown, its size is not
+    _refuse(steps, steps["accepted_untrimmed"] > steps["nodes"] - 1, "a step that accepted more than it drafted")
+    _refuse(rows, rows["new_tokens"] < 1, "a request without a token")
+    _refuse(rows, rows["new_tokens"] > rows["max_new_tokens"], "more tokens than the cap")
+    _refuse(rows, rows.duplicated(["cell", "id"]), "a request that its cell holds twice")
+    key = ["cell", "request"]
+    own = rows[key].merge(
+        steps.groupby(key)["committed"].agg(["size", "sum"]), left_on=key, right_index=True, how="left"
+    )
+    own = own.fillna(0).set_index(rows.index)
+    _refuse(rows, own["size"] != rows["steps"], "another count of steps than it has")
+    _refuse(rows, own["sum"] + 1 != rows["new_tokens"], "another count of tokens than its steps emitted")
+    for name in ("prefill_us", "decode_us"):
+        _refuse(rows, rows[name].astype(float) < 0, f"a time below 0 ({name})")
 
 
 def check_prompts(records: Records) -> None:

@@ -248,6 +248,9 @@ def _speed_and_acceptance(data: Suite, name: str, **fields) -> dict:
     row |= _intervals(arm, INTERVALS)
     n = row.pop("n")
     row |= {metric: metrics.mean(arm, metric).value for metric in POINTS}
+    timed = metrics.mean(arm, "tok_s").n
+    alone = f"speedup of {speedup.n} of {timed} timed prompts: ar has no time of the others"
+    doubts = [_disturbed(data, arm), alone if 0 < speedup.n < timed else ""]
     return (
         row
         | {
@@ -255,7 +258,7 @@ def _speed_and_acceptance(data: Suite, name: str, **fields) -> dict:
             "compared": same[1],
             "n": n,
             "seeds": arm["seed"].nunique(),
-            "flag": _disturbed(data, arm),
+            "flag": "; ".join(filter(None, doubts)),
         }
         | {"reason": ""}
     )
