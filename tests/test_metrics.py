@@ -227,3 +227,15 @@ def test_a_ratio_over_nothing_is_empty():
     none, _ = arm([request("a", [0]), request("b", [0], index=1)])
     estimate = metrics.ratio(one, none, "accepted")
     assert all(math.isnan(number) for number in (estimate.value, estimate.low, estimate.high)) and estimate.n == 2
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 1), (3, 1)])
+def test_a_set_of_one_prompt_gives_no_interval(counts):
+    """Resampled it is itself: two such sets had an interval of width 0, as if nothing was left to chance."""
+    sets = [
+        arm([request(f"{number}-{i}", [i, 2], index=i) for i in range(count)], dataset=f"set{number}")
+        for number, count in enumerate(counts)
+    ]
+    for estimate in (metrics.mean(both(*sets), "tau"), metrics.ratio(both(*sets), both(*sets), "tau")):
+        assert estimate.n == sum(counts) and estimate.value > 0
+        assert math.isnan(estimate.low) and math.isnan(estimate.high)

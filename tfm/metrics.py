@@ -188,7 +188,8 @@ def estimate(arms: list[pd.DataFrame], combine) -> Estimate:
     """Return combine(macro of each arm) with a percentile interval; all arms hold the same prompts.
 
     An arm has columns num and den and the index levels dataset and id; its macro is the mean over datasets of
-    sum(num) / sum(den). `combine` takes numbers, and arrays of resampled ones.
+    sum(num) / sum(den). `combine` takes numbers, and arrays of resampled ones. The interval is empty where a dataset
+    has one prompt only.
     """
     arms = [arm.groupby(level=KEY, sort=True)[["num", "den"]].sum() for arm in arms]
     if arms[0].empty:
@@ -200,7 +201,9 @@ def estimate(arms: list[pd.DataFrame], combine) -> Estimate:
         values.append([part[:, 0].sum() / part[:, 1].sum() for part in parts])
         draws.append([(weights @ part[:, 0]) / (weights @ part[:, 1]) for part in parts])
     value = float(combine(*np.mean(values, axis=0)))
-    low, high = np.percentile(combine(*np.mean(draws, axis=0)), [2.5, 97.5]) if len(arms[0]) > 1 else (np.nan, np.nan)
+    # a set of one prompt is always drawn as it is, and would pass for one without spread
+    known = arms[0].groupby(level="dataset").size().min() > 1
+    low, high = np.percentile(combine(*np.mean(draws, axis=0)), [2.5, 97.5]) if known else (np.nan, np.nan)
     # a ratio over nothing is empty, and so is an interval that reaches one
     return Estimate(*(float(end) if np.isfinite(end) else float("nan") for end in (value, low, high)), len(arms[0]))
 
