@@ -250,3 +250,17 @@ def test_a_suite_without_the_chain_says_what_the_claims_need():
 
     frame = dartree_claims(SimpleNamespace(headline={"dartree": "dartree-b64-w12"}))
     assert "headchain" in frame["reason"].iloc[0] and values(frame) == {}
+
+
+def test_sets_and_temperatures_that_were_not_run_are_open_and_in_no_mean():
+    from publish_dense import only_run
+
+    asked = {"datasets": ["gsm8k", "mbpp"], "temperatures": [0, 1], "open": [{"item": "x", "needs": "y"}]}
+    cells = [
+        {"part": "headline", "dataset": "gsm8k", "decode": {"temperature": 1}},
+        {"part": "budgets", "dataset": "mbpp", "decode": {"temperature": 0}},
+    ]
+    found = only_run(asked, cells)
+    assert (found["datasets"], found["temperatures"]) == (["gsm8k"], [1])
+    assert [one["item"] for one in found["open"]] == ["x", "sets mbpp", "temperatures 0"]
+    assert only_run(asked, [one | {"part": "headline"} for one in cells])["open"] == asked["open"]

@@ -165,7 +165,9 @@ def _widths(data) -> list[dict]:
         return widths[np.argmax(np.stack(taus) >= WITHIN * taus[-1], axis=0)]
 
     place = f"{place}, W = {', '.join(map(str, widths))}"
-    rows = [_row(claim, _joint(data, points, where, "tau", saturated), where=place, **said)]
+    found = _joint(data, points, where, "tau", saturated)
+    reason = f"W = {widths[-1]} is the widest that was run" if found.value == widths[-1] else ""
+    rows = [_row(claim, found, where=place, reason=reason, **said)]
     if WIDTH in points and widths[-1] > WIDTH:
         found = _ratio(data, points[widths[-1]], points[WIDTH], "tau", **where)
         rows.append(_row(f"tau of W = {widths[-1]} over W = {WIDTH}", found, where=_side_words(where)))
@@ -210,7 +212,7 @@ def _row(claim, found: Estimate, *, where, rule=NONE, head=HEADS[0], said_by=AUT
     row = {"claim": claim, "head": head, "where": where, "said_by": said_by if rule.kind != "none" else ""}
     row |= {"paper": paper, "rule": rule.words()}
     row |= {"value": found.value, "value_low": found.low, "value_high": found.high, "n": found.n, "unit": unit}
-    verdict = rule.verdict(found, holds)
+    verdict = "open" if reason else rule.verdict(found, holds)
     if verdict == "open":
         reason = reason or "no number with an interval"
     return row | {"verdict": verdict, "reason": reason}

@@ -36,14 +36,33 @@ FIGURES = ("throughput", "tau", "latency", "sweeps")
 MARKS = ("<!-- table: dense -->", "<!-- end of table: dense -->")
 
 
-def as_measured(run: Path, plan: dict) -> dict:
-    """Return the plan with each cell as its manifest has it: budgets may have been timed after the plan was written."""
+def as_measured(run: Path, plan: dict, asked: dict) -> dict:
+    """Return the plan with each cell as its manifest has it: budgets may have been timed after it.
+
+    `asked` is the config as planned, sets and temperatures that were not run among it.
+    """
     cells = []
     for cell in plan["cells"]:
         facts = json.loads((run / cell["path"] / "cell.json").read_text(encoding="utf-8"))
         cells.append(facts["cell"] | {"path": cell["path"], "part": cell["part"]})
-    tables = [*plan["config"]["tables"], *(name for name in TABLES if name not in plan["config"]["tables"])]
-    return {**plan, "config": plan["config"] | {"tables": tables}, "cells": cells}
+    config = plan["config"]
+    tables = [*config["tables"], *(name for name in TABLES if name not in config["tables"])]
+    return {**plan, "config": config | {"tables": tables} | only_run(asked, cells), "cells": cells}
+
+
+def only_run(asked: dict, cells: list[dict]) -> dict:
+    """Return the sets and temperatures that the headline's cells hold, and under `open` those of `asked` they lack.
+
+    A mean over sets then says how many it is over.
+    """
+    headline = [cell for cell in cells if cell["part"] == "headline"]
+    run = {cell["dataset"] for cell in headline}, {cell["decode"]["temperature"] for cell in headline}
+    found, items = {}, []
+    for key, title, have in zip(("datasets", "temperatures"), ("sets", "temperatures"), run, strict=True):
+        found[key] = [one for one in asked[key] if one in have]
+        if lacking := [str(one) for one in asked[key] if one not in have]:
+            items.append({"item": f"{title} {', '.join(lacking)}", "needs": "their cells, which have not been run"})
+    return found | {"open": [*asked.get("open", []), *items]}
 
 
 def copy_beside(run: Path, lossless: Path | None, out: Path) -> None:
@@ -93,7 +112,7 @@ def publish(options) -> dict:
     for folder in (made, packed):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    write_folder(run, as_measured(run, plan), options.lossless, expected, packed, made)
+    write_folder(run, as_measured(run, plan, planned["config"]), options.lossless, expected, packed, made)
     tables = {path.stem: pd.read_csv(path, keep_default_na=True) for path in (packed / "tables").glob("*.csv")}
     summary = json.loads((packed / "summary.json").read_text(encoding="utf-8"))
     (packed / "README.md").write_text(folder_text(packed, tables, summary, len(planned["cells"])), encoding="utf-8")
