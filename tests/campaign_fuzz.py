@@ -3,6 +3,7 @@
 import argparse
 import copy
 import functools
+import gzip
 import json
 import random
 import shutil
@@ -24,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "workflows/scripts")]
 
 from campaign_log import Trials  # noqa: E402
 from decode_cell import read_cell_argument  # noqa: E402
+from import_requests import read_log, to_rows  # noqa: E402
 from make_tables import read_plan  # noqa: E402
 from workflow_runs import NANO, write_tiny_family  # noqa: E402
 
@@ -32,6 +34,7 @@ from baselines.commands.cells import KINDS, parse_value  # noqa: E402
 from baselines.where import Condition  # noqa: E402
 from tfm import checkpoints  # noqa: E402
 from tfm.cells import read_cell, sealed  # noqa: E402
+from tfm.heads import HeadConfig, build_head  # noqa: E402
 from tfm.pins import load_pins  # noqa: E402
 from tfm.prompt_sources import parse_rows  # noqa: E402
 from tfm.prompts import read_prepared  # noqa: E402
@@ -156,6 +159,16 @@ def file_parsers(work: Path) -> dict[str, tuple]:
             lambda path: read_cell(path.parent),
         ),
         "plan.json": (damaged(json.dumps(plan).encode()) | as_json(replaced(plan)), place["plan.json"], read_plan),
+        "plan.json.gz": (
+            damaged(gzip.compress(json.dumps(plan).encode())) | as_json(replaced(plan)).map(gzip.compress),
+            place["plan.json.gz"],
+            read_plan,
+        ),
+        "request log": (
+            damaged(LOG) | damaged(json.dumps(REQUEST).encode()) | as_json(replaced(REQUEST)),
+            place["request log"],
+            lambda path: to_rows(read_log("tfm", path), "they", "a card"),
+        ),
         "cell argument": (
             damaged(json.dumps({"decode": {}}).encode()) | as_json(VALUES),
             place["cell argument"],
@@ -171,8 +184,19 @@ FILES = {
     "pins": "datasets.yaml",
     "cell.json": "cell.json",
     "plan.json": "plan.json",
+    "plan.json.gz": "plan.json.gz",
+    "request log": "tfm.log",
     "cell argument": "cell.json",
 }
+
+
+# another harness's log, as it is printed and as JSON lines
+LOG = b"""[gsm8k 1/1] qid=10 tokens=100 steps=20 accept_length=5.00 latency=1.5s finish=stop
+base_url=http://127.0.0.1:30000 model=m temperature=1.0 reasoning=on max_new_tokens=4096 concurrency=1 seed=0
+gsm8k                1      0         100       3.0       33.3          5.00        -
+"""
+REQUEST = {"dataset": "gsm8k", "id": 3, "temperature": 1, "reasoning": "on", "dataset_wall": 4.0, "concurrency": 1}
+REQUEST |= {"meta_info": {"completion_tokens": 40, "spec_verify_ct": 8, "e2e_latency": 1.5, "finish_reason": None}}
 
 
 def side_file(path: Path) -> bytes:
@@ -203,9 +227,10 @@ def checkpoint_parsers(work: Path) -> dict[str, tuple]:
     family = write_tiny_family(work / "family")
     checkpoints.save_weaver_pth(checkpoints.load_weaver(family / "weaver"), family / "weaver.pth")
     (family / "target/generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    checkpoints.save_head(build_head(HeadConfig("recurrent", d_model=8, d_embed=8, rank=4, state=4)), family / "head")
     tokenizer = load_tokenizer(family / "target")
     parsers, loaders = {}, {"target": checkpoints.load_target, "drafter": checkpoints.load_drafter}
-    for part, load in (loaders | {"weaver": checkpoints.load_weaver}).items():
+    for part, load in (loaders | {"weaver": checkpoints.load_weaver, "head": checkpoints.load_head}).items():
         for name in ("config.json", "model.safetensors"):
             folder = work / f"{part} {name}"
             shutil.copytree(family / part, folder)

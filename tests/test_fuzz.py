@@ -17,7 +17,11 @@ from tfm.checkpoints import load_target
 
 INPUTS = 40  # of each parser; tests/campaign_fuzz.py draws thousands
 NAMES = sorted(campaign_fuzz.FILES) + sorted(campaign_fuzz.value_parsers())
-NAMES += [f"{part} {name}" for part in ("target", "drafter", "weaver") for name in ("config.json", "model.safetensors")]
+NAMES += [
+    f"{part} {name}"
+    for part in ("target", "drafter", "weaver", "head")
+    for name in ("config.json", "model.safetensors")
+]
 NAMES += ["generation_config.json", "tokenizer.json", "weaver.pth"]
 
 

@@ -70,6 +70,23 @@ def test_an_imported_log_gives_the_harnesss_own_numbers(logs):
     assert table.loc[("macro", "tfm"), "n"] == 3 and not table["reason"].any()
 
 
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x8e[gsm8k 1/1]", "is no text"),
+        (b'{"dataset": "d", "id": 1, "completion_tokens": 4, "dataset_wall": []}', "line 1 is no request .TypeError"),
+        (
+            b'{"dataset": "d", "id": 1, "completion_tokens": 4, "temperature": "hot", "reasoning": "on"}',
+            "temperature: 'hot' is not allowed",
+        ),
+    ],
+)
+def test_what_is_no_log_is_refused_by_file(tmp_path, data, words):
+    (tmp_path / "x.log").write_bytes(data)
+    with pytest.raises(ValueError, match=f"x.log: {words}"):
+        read_log("tfm", tmp_path / "x.log")
+
+
 def test_requests_without_verify_passes_count_a_step_a_token(tmp_path):
     row = {"dataset": "gsm8k", "id": 3, "temperature": 1, "reasoning": "on", "dataset_wall": 4.0}
     lines = [row | {"meta_info": {"completion_tokens": 40, "spec_verify_ct": 0, "finish_reason": {"type": "stop"}}}]

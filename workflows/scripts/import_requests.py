@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass, field
@@ -56,13 +57,24 @@ class Log:
 def read_log(method: str, path: Path) -> Log:
     """Return a log; raises ValueError naming the file for one that is not the harness's, or contradicts itself."""
     one_of("method", method, METHODS)
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is no text ({error}); give the log as the harness printed it") from error
     log = _from_json(method, text, path) if text.lstrip().startswith("{") else _from_print(method, text)
     if not log.requests:
         raise ValueError(f"{path}: no request of the harness in it; give its whole printed output, or JSON lines")
     lacking = {"temperature", "reasoning"} - set(log.settings)
     if lacking:
         raise ValueError(f"{path}: says nothing of {', '.join(sorted(lacking))}; the log was cut before its summary")
+    for key, kind in (("temperature", float), ("concurrency", int), ("seed", int)):
+        value = log.settings.get(key, "0")
+        try:
+            is_allowed = 0 <= kind(value) < math.inf
+        except ValueError:
+            is_allowed = False
+        if not is_allowed:
+            raise ValueError(f"{path}: {key}: {value!r} is not allowed (allowed: a finite number >= 0); repair the log")
     _check(log, path)
     return log
 
@@ -88,20 +100,21 @@ def _from_json(method: str, text: str, path: Path) -> Log:
         try:
             row = json.loads(line)
             row |= row.pop("meta_info", {})
-            fields = {"dataset": row["dataset"], "id": str(row["id"]), "number": len(log.requests) + 1}
+            fields = {"dataset": str(row["dataset"]), "id": str(row["id"]), "number": len(log.requests) + 1}
             fields |= {"new_tokens": row["completion_tokens"], "steps": row.get("spec_verify_ct", 0)}
             fields |= {"latency": row.get("e2e_latency"), "finish_reason": _finish(row.get("finish_reason"))}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            request = _request(fields | {"error": row.get("error")})
+            walls = {str(row["dataset"]): float(row["dataset_wall"])} if "dataset_wall" in row else {}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path}: line {number} is no request ({type(error).__name__}: {error}); a line needs dataset, id, "
                 "completion_tokens and spec_verify_ct"
             ) from error
-        log.requests.append(_request(fields | {"error": row.get("error")}))
+        log.requests.append(request)
         log.settings |= {
             key: str(row[key]) for key in ("temperature", "reasoning", "concurrency", "seed") if key in row
         }
-        if "dataset_wall" in row:
-            log.walls[row["dataset"]] = float(row["dataset_wall"])
+        log.walls |= walls
     return log
 
 
