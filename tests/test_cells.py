@@ -143,6 +143,33 @@ def test_a_side_file_that_is_not_ours_starts_over(tmp_path, content):
         assert list(writer.done) == ["a"]
 
 
+def test_a_cell_is_of_one_device(tmp_path):
+    """Killed on one card and resumed on another model, it starts over; on the same model it goes on."""
+    for name, left in (("a card", []), ("a card", ["a"]), ("another card", [])):
+        with CellWriter(tmp_path, digest="d") as writer:
+            writer.on_device(name, ["a", "b"])
+            assert list(writer.done) == left and writer.side.dropped == (name == "another card")
+            if not left:
+                writer.add(trace("a"))
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.on_device("a third card", ["a"])  # nothing is left to decode, so nothing is mixed
+        writer.finish(["a"], {**FACTS, "device": {"name": "another card", "torch_threads": 1}})
+    assert cells.reopen(tmp_path)
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.on_device("another card", ["a", "b"])
+        assert list(writer.done) == ["a"]
+        writer.on_device("a third card", ["a", "b"])
+        assert not writer.done and writer.facts is None
+
+
+def test_a_side_file_from_before_devices_were_noted_is_kept(tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.add(trace("a"))
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.on_device("a card", ["a", "b"])
+        assert list(writer.done) == ["a"]
+
+
 def test_another_digest_starts_over(tmp_path):
     with CellWriter(tmp_path, digest="d") as writer:
         writer.add(trace("a"))

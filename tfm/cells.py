@@ -93,6 +93,20 @@ class CellWriter:
         self.side.append(asdict(trace))
         self.done[trace.id] = trace
 
+    def on_device(self, name: str, order: list[str]) -> None:
+        """Say which device decodes what is left of the prompts `order`.
+
+        What another model of device has finished is dropped, since no cell is of two; nothing is when all are done.
+        """
+        known = self.side.header.get("device") or ((self.facts or {}).get("device") or {}).get("name")
+        if known == name or all(prompt in self.done for prompt in order):
+            return
+        if known is None and self.done:
+            return  # written before side files knew devices
+        self.side.dropped |= bool(self.done)
+        self.side.restart({"cell_digest": self.digest, "device": name})
+        self.done, self.facts = {}, None
+
     def finish(self, order: list[str], manifest: dict) -> dict:
         """Write the three parquet files in prompt order, then cell.json, which certifies them; return cell.json.
 

@@ -10,7 +10,8 @@ NAME = "done.jsonl"
 
 
 class SideFile:
-    """JSON lines `{"sha256": of the record's text, "record": {...}}`; the first record is `{"cell_digest": digest}`.
+    """JSON lines `{"sha256": of the record's text, "record": {...}}`; the first record is `{"cell_digest": digest}`,
+    with the device once that is known.
 
     `records` are those that were there: none when the file is of another digest. A torn last line is cut off, and a
     line whose checksum fails is passed over and counted in `damaged`; both are done again. The file is locked while it
@@ -24,15 +25,20 @@ class SideFile:
         header = _checked(lines[0]) if len(lines) > 1 else None
         if header is None or header.get("cell_digest") != digest:
             self.dropped = bool(lines[0])  # there was something, and it was not ours
-            os.ftruncate(self._descriptor, 0)
-            self.append({"cell_digest": digest})
+            self.restart({"cell_digest": digest})
             sync_folder(self.path.parent)
             return
-        self.dropped = False
+        self.dropped, self.header = False, header
         records = [_checked(line) for line in lines[1:-1]]
         self.records = [record for record in records if record is not None]
         self.damaged = len(records) - len(self.records) + bool(lines[-1])
         os.ftruncate(self._descriptor, sum(len(line) + 1 for line in lines[:-1]))
+
+    def restart(self, header: dict) -> None:
+        """Drop all records and start over under this header."""
+        os.ftruncate(self._descriptor, 0)
+        self.header, self.records = header, []
+        self.append(header)
 
     def append(self, record: dict) -> None:
         """Add one record; it is on disk when this returns."""

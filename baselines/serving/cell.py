@@ -79,8 +79,9 @@ def run_cell(
     counter or contradicts itself; finished requests are safe in the writer.
     """
     runner = runner_of(cell["engine"])
-    pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
     with card.claim(cell["device"]) as (environment, device_facts):
+        writer.on_device(device_facts["name"], [row.id for row in rows])
+        pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
         server = session.server_for(cell, environment)
         try:
             engine = runner.facts(server.port, cell)
@@ -101,7 +102,8 @@ def run_cell(
     unordered = sum(not order_is_known(trace) for trace in writer.done.values())
     warm_up = {"prompts": WARM_UP_PROMPTS, "new_tokens": min(WARM_UP_TOKENS, config.max_new_tokens)}
     engine |= {"requests_with_unordered_steps": unordered}
-    return {"engine": engine, "device": device_facts, "cpu_share": None, "warm_up": warm_up}
+    facts = {"engine": engine, "device": device_facts, "cpu_share": None, "warm_up": warm_up}
+    return facts | {"resumed_requests": len(rows) - len(pending)}
 
 
 def arm_of(cell: dict) -> Arm:

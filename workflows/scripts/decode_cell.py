@@ -54,6 +54,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
     device.make_deterministic(threads=cell["threads"])
     where, shared = device.check_device(cell["device"]), cell["clock"] == "off"
     with CellWriter(out, digest=digest) as writer, device.claim(where, shared=shared) as where:
+        writer.on_device(device.facts(where)["name"], [row.id for row in rows])
         pending, resumed = _pending(rows, writer), len(writer.done)
         if not pending and writer.facts:
             return writer.finish([row.id for row in rows], writer.facts)
@@ -102,7 +103,7 @@ def _pending(rows, writer: CellWriter) -> list[Prompt]:
     pending = [Prompt(row.id, row.index, row.tokens) for row in rows if row.id not in writer.done]
     logger.info("%s: %d prompts, %d done before", writer.folder, len(rows), len(writer.done))
     if writer.side.dropped:
-        logger.warning("%s: of another config, code, weights or prompts; starting over", writer.side.path)
+        logger.warning("%s: of another config, code, weights, prompts or device; starting over", writer.side.path)
     if writer.side.damaged:
         logger.warning("%s: %d damaged lines, decoded again", writer.side.path, writer.side.damaged)
     return pending

@@ -261,6 +261,7 @@ def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Ru
     rows = read_prepared(file)
     prompts = [Prompt(row.id, row.index, row.tokens) for row in rows]
     writer = stack.enter_context(CellWriter(folder, digest=digest_of(cell, file)))
+    writer.on_device(device.facts(where)["name"], [row.id for row in rows])
     config = decode_config(cell, load_tokenizer(cell["weights"]["target"]))
     run = shared.loop(cell, config)
     if cell["clock"] != "off":

@@ -52,7 +52,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, session: serving.Session, 
         )
         progress.close()
         facts = {"source_digest": source_of(cell), "prompts_sha256": manifest.sha256_file(prompts)}
-        facts |= {"prompts": len(rows), "resumed_requests": resumed, **found}
+        facts |= {"prompts": len(rows), **found}
         facts |= serving.facts_of(cell, config, place, start=start, commit=commit)
         return writer.finish([row.id for row in rows], facts)
 
