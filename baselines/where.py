@@ -33,7 +33,10 @@ class Condition:
             tree = ast.parse(text.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(f"where: {text!r} cannot be read; {HELP}") from error
-        self._test = self._parse(tree.body)
+        try:
+            self._test = self._parse(tree.body)
+        except RecursionError as error:  # Python 3.13 parses what nests deeper than its own stack
+            raise ValueError(f"where: {text!r} nests too deep; {HELP}") from error
 
     def __call__(self, row: dict) -> bool:
         """Return whether a row meets the condition; a comparison by size with an empty value is false."""
