@@ -62,3 +62,37 @@ def test_an_engine_has_a_digest_of_its_own():
 def test_what_an_engine_does_not_run_is_refused_when_the_cell_is_resolved(settings, message):
     with pytest.raises(ValueError, match=message):
         resolved(settings.pop("engine"), "tfm", **settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": "torchh"}, "engine: 'torchh' is not allowed .*did you mean torch"),
+        ({"dtype": "float16"}, "dtype: 'float16' is not allowed"),
+        ({"threads": 0}, "threads: 0 is not allowed"),
+        ({"weights": ...}, "--cell: lacks weights; take one of the suite's plan.json"),
+        ({"decode.method": ...}, "--cell: lacks decode.method"),
+        ({"decode.method": "tree"}, "method: 'tree' is not allowed"),
+        ({"decode.buget": 3}, "knows no decode.buget"),
+        ({"decode.stop": "END"}, "stop: 'END' is not allowed .allowed: a list"),
+        ({"decode.eos_tokens": None}, "eos_tokens: None is not allowed .allowed: a list"),
+    ],
+)
+def test_a_cell_written_by_hand_is_refused_by_key(tmp_path, change, message):
+    """An unknown engine ran the loop under its name, and a stop string ended answers at each of its letters."""
+    from decode_cell import decode_config, run_cell
+
+    from tfm.tokenizer import load_tokenizer
+
+    cell = resolved("torch", "ar")
+    for key, value in change.items():
+        place, name = (cell["decode"], key.removeprefix("decode.")) if key.startswith("decode.") else (cell, key)
+        if value is ...:
+            del place[name]
+        else:
+            place[name] = value
+    with pytest.raises(ValueError, match=message):
+        if {"decode.stop", "decode.eos_tokens"} & set(change):
+            decode_config(cell, load_tokenizer(ROOT / "tfm/weights/nano/target"))
+        else:
+            run_cell(cell, prompts=tmp_path / "none.jsonl", out=tmp_path / "cell")

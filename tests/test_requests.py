@@ -1,14 +1,18 @@
 """What a request may meet: the end of its context, its cap, a mask token, neighbours with other drafts, seeds."""
 
+import dataclasses
+
 import pytest
 import torch
-from test_decode import PROMPTS, Oracle, ar_tokens, run
+from test_decode import PROMPTS, Oracle, RootOnly, ar_tokens, run
 from test_loop import toy_drafter
 from test_target import draw_tokens, toy_target
 
+from baselines.ar import ArProposer
 from baselines.dflash import DFlashProposer
 from tfm.config import DecodeConfig
 from tfm.decode import Models, Prompt, decode, visible_text
+from tfm.engine.loop import Engine
 from tfm.metrics import accept_rate
 from tfm.tree import DraftTree
 
@@ -124,3 +128,30 @@ def test_seeds_and_temperature_decide_the_output_and_the_batch_does_not():
         assert [trace.output_tokens for trace in traces] == alone
         outputs[seed] = tuple(alone[0])
     assert len(set(outputs.values())) == 3
+
+
+@pytest.mark.parametrize("engine", ["loop", "static"])
+@pytest.mark.parametrize(
+    ("tokens", "settings", "message"),
+    [
+        (
+            [3] * 60,
+            {"max_new_tokens": 5},
+            r"prompt far: 60 tokens \+ 5 new ones are not allowed \(allowed: 64, the target",
+        ),
+        ([3] * 65, {"max_new_tokens": 1}, r"prompt far: 65 tokens \+ 1 new ones"),
+        ([3], {"eos_tokens": (4, 128)}, r"eos_tokens: 128 is not allowed \(allowed: 0 to 127\)"),
+        ([3], {"eos_tokens": (-1,)}, "eos_tokens: -1 is not allowed"),
+    ],
+)
+def test_what_the_targets_positions_or_ids_do_not_hold_is_refused(engine, tokens, settings, message):
+    """Positions that were never trained give text all the same, and an end that is no id never comes."""
+    target = toy_target(torch.float32)
+    target.config = dataclasses.replace(target.config, max_position_embeddings=64)
+    models, config, prompt = Models(target), DecodeConfig("ar", **settings), Prompt("far", 0, tokens)
+    with pytest.raises(ValueError, match=message):
+        if engine == "loop":
+            decode([prompt], models, config, proposer=RootOnly(), on_finish=[].append)
+        else:
+            loop = Engine(models, config, proposer=ArProposer(), capacity=128)
+            loop.decode([prompt], on_finish=[].append)

@@ -18,6 +18,7 @@ from tfm.config import DecodeConfig
 from tfm.marginals import Marginals
 from tfm.sampling import next_tokens
 from tfm.target import Target, TargetOutput
+from tfm.target_config import TargetConfig
 from tfm.trace import RequestTrace, StepTrace, TreeNode
 from tfm.tree import DraftTree
 
@@ -155,18 +156,25 @@ def decode(
     if config.stop and detokenise is None:
         raise ValueError(f"stop: {config.stop!r} needs a tokenizer; pass detokenise")
     for prompt in prompts:
-        if not prompt.tokens:
-            raise ValueError(f"prompt {prompt.id}: [] is not allowed (allowed: one token or more); skip empty prompts")
-        outside = [token for token in prompt.tokens if not 0 <= token < models.target.config.vocab_size]
-        if outside:
-            allowed = f"0 to {models.target.config.vocab_size - 1}"
-            raise ValueError(
-                f"prompt {prompt.id}: token {outside[0]} is not allowed (allowed: {allowed}); check tokenizer"
-            )
+        check_prompt(prompt, config, models.target.config)
     with torch.inference_mode():
         for start in range(0, len(prompts), config.requests):
             batch = _Batch(prompts[start : start + config.requests], models, config, clock, detokenise, traced)
             batch.run(proposer, on_finish, on_token, on_step)
+
+
+def check_prompt(prompt: Prompt, config: DecodeConfig, target: TargetConfig) -> None:
+    """Raise ValueError unless the target can read the prompt, and its answer within its positions."""
+    if not prompt.tokens:
+        raise ValueError(f"prompt {prompt.id}: [] is not allowed (allowed: one token or more); skip empty prompts")
+    for name, tokens in ((f"prompt {prompt.id}: token", prompt.tokens), ("eos_tokens:", config.eos_tokens)):
+        for token in (token for token in tokens if not 0 <= token < target.vocab_size):
+            raise ValueError(f"{name} {token} is not allowed (allowed: 0 to {target.vocab_size - 1}); check tokenizer")
+    if len(prompt.tokens) + config.max_new_tokens > target.max_position_embeddings:
+        raise ValueError(
+            f"prompt {prompt.id}: {len(prompt.tokens)} tokens + {config.max_new_tokens} new ones are not allowed "
+            f"(allowed: {target.max_position_embeddings}, the target's positions); skip it, or lower max_new_tokens"
+        )
 
 
 class _Request:

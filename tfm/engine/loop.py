@@ -10,7 +10,7 @@ import torch
 
 from tfm.adaptive import BudgetPolicy, expected_gains
 from tfm.config import DecodeConfig
-from tfm.decode import Models, Prompt, Proposer, _Request
+from tfm.decode import Models, Prompt, Proposer, _Request, check_prompt
 from tfm.engine.accept import Decision, unpack
 from tfm.engine.forms import Forms
 from tfm.engine.graphs import GraphClock
@@ -73,11 +73,7 @@ class Engine:
             self.step.select(self._policy.choose())
 
     def _check_prompt(self, prompt: Prompt) -> None:
-        vocab = self.models.target.config.vocab_size
-        if not prompt.tokens or not all(0 <= token < vocab for token in prompt.tokens):
-            raise ValueError(
-                f"prompt {prompt.id}: one token or more, each 0 to {vocab - 1}, are needed; check tokenizer"
-            )
+        check_prompt(prompt, self.config, self.models.target.config)
         needed = len(prompt.tokens) + self.config.max_new_tokens
         if needed > self.step.capacity:
             raise ValueError(

@@ -19,7 +19,8 @@ from progress import Progress, suite_from
 
 from baselines import engine_names, engines
 from baselines.loading import load_models
-from baselines.methods import check
+from baselines.methods import METHODS, check
+from baselines.refusals import one_of
 from tfm import device, manifest
 from tfm.cells import CellWriter, rerun_command
 from tfm.config import DecodeConfig
@@ -35,6 +36,9 @@ the cell runs, so that a killed cell goes on where it stopped. Last line of stdo
 input, 1 on any other failure.
 """
 WARM_UP_TOKENS = 8
+CELL_KEYS = ("engine", "dataset", "variant", "setting", "seed", "clock", "traced", "threads", "device", "dtype")
+CELL_KEYS += ("weights", "weights_sha256")
+OWN_KEYS = ("method", "gdn_backend", "stop", "eos_tokens")  # of decode
 logger = logging.getLogger("decode_cell")
 
 
@@ -46,6 +50,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
     start = time.time()
     # where Snakemake looks for it: `out` may lie below another folder
     place, cell = Path(cell.get("path", out)), without_place(cell)
+    check_cell(cell)
     check_kernels()
     check_weights(cell)
     rows = read_prepared(prompts)
@@ -169,6 +174,9 @@ def decode_prompts(
 
 def decode_config(cell: dict, tokenizer) -> DecodeConfig:
     """Return the cell's settings with the tokenizer's and the model's ends of turn as EOS, when the cell names none."""
+    for key in ("stop", "eos_tokens"):
+        if not isinstance(cell["decode"][key], list | tuple):  # a word would become its letters
+            raise ValueError(f"{key}: {cell['decode'][key]!r} is not allowed (allowed: a list); write [] for none")
     fields = {**cell["decode"], "stop": tuple(cell["decode"]["stop"])}
     fields["eos_tokens"] = tuple(cell["decode"]["eos_tokens"]) or end_tokens(cell["weights"]["target"], tokenizer)
     return check(DecodeConfig(**fields))
@@ -212,8 +220,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    options.log.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        options.log.parent.mkdir(parents=True, exist_ok=True)
+        logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    except OSError as error:  # no log to write it to
+        print(
+            f"decode_cell: --log {options.log}: {error.strerror}; give a file in a folder of your own", file=sys.stderr
+        )
+        return 2
     logging.captureWarnings(True)
     try:
         cell = read_cell_argument(options.cell)
@@ -238,6 +252,26 @@ def read_cell_argument(text: str) -> dict:
     if not isinstance(cell, dict) or "decode" not in cell:
         raise ValueError(f"--cell: {text[:40]!r} is no resolved cell; take one of the suite's plan.json")
     return cell
+
+
+def check_cell(cell: dict) -> None:
+    """Raise ValueError, naming the key, unless a resolved cell has what its run reads, of values that exist."""
+    remedy = "take one of the suite's plan.json"
+    decode, known = cell["decode"], {field.name for field in dataclasses.fields(DecodeConfig)}
+    if not isinstance(decode, dict):
+        raise ValueError(f"--cell: decode: {decode!r} is not allowed (allowed: an object); {remedy}")
+    lacking = [key for key in CELL_KEYS if key not in cell] + [f"decode.{key}" for key in OWN_KEYS if key not in decode]
+    if lacking or set(decode) - known:
+        unknown = f", knows no decode.{', decode.'.join(sorted(set(decode) - known))}" if set(decode) - known else ""
+        raise ValueError(f"--cell: lacks {', '.join(lacking) or 'nothing'}{unknown}; {remedy}")
+    for key, value, allowed in (
+        ("engine", cell["engine"], engine_names.ENGINES),
+        ("dtype", cell["dtype"], ("float32", "bfloat16")),
+        ("method", decode["method"], tuple(METHODS)),
+    ):
+        one_of(key, value, allowed)
+    if type(cell["threads"]) is not int or not 1 <= cell["threads"] <= 1024:
+        raise ValueError(f"threads: {cell['threads']!r} is not allowed (allowed: an integer from 1 to 1024); {remedy}")
 
 
 def explain(error: Exception, out: Path) -> str:
