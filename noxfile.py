@@ -9,8 +9,9 @@
 
 A Python that is not installed is skipped and named so; CI=1 or --error-on-missing-interpreters makes that an error.
 Where two cards are, the gpu session runs the tests for two as well; they skip themselves with one. Seen to work so far:
-tests-3.11 with torch 2.13.0 (three files of tests) and lint. The other sessions of tests need builds of torch that
-could not be fetched where that was tried.
+tests-3.11 with torch 2.13.0 (three files of tests) and lint. Without nox, torch 2.13.0: eight files of tests on Python
+3.13.0 (401 tests, one of which found a fault) and five on Python 3.12.1 (189). The CPU build of torch
+2.11.0 could not be fetched where that was tried.
 """
 
 import nox

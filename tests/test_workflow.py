@@ -143,6 +143,18 @@ def test_captions_state_verified_rows_and_what_is_open(finished):  # C019
     assert (steps["nodes"] == 8 + 1).all()
 
 
+def test_snakemakes_own_report_holds_every_table_and_figure_and_needs_no_network(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy, symlinks=True)
+    alone = ("unshare", "--user", "--map-root-user", "--net")
+    wrapper = alone if subprocess.run([*alone, "true"], capture_output=True).returncode == 0 else ()
+    snakemake(copy, "--report", "report.html", config=SLICE, wrapper=wrapper)
+    text = (copy / "report.html").read_text()
+    for place, form in (("tables", "csv"), ("figures", "svg")):
+        names = {path.name for path in (copy / "results/nano" / place).glob(f"*.{form}")}
+        assert names and all(name in text for name in names), place
+
+
 def test_a_second_call_does_nothing(finished):
     assert "Nothing to be done" in snakemake(finished, config=SLICE)
 

@@ -24,7 +24,8 @@ shell.prefix(
 )
 PYTHON = "python"
 CELL_FILES = ("requests.parquet", "steps.parquet", "trees.parquet", "cell.json")
-TABLE_FORMS, FIGURE_FORMS = ("csv", "md", "tex"), ("pdf", "svg", "png", "txt")
+# the first one of each stands in Snakemake's own report
+TABLE_FORMS, FIGURE_FORMS = ("csv", "md", "tex"), ("svg", "pdf", "png", "txt")
 
 
 def checked(function, *arguments, **named):

@@ -37,10 +37,14 @@ rule make_tables:
         probes=probe_files(),
         prompts=prompt_manifests(),
     output:
-        tables=collect(
+        tables=report(
+            collect("<results>/tables/{table}.csv", table=config["tables"]),
+            category="Tables",
+        ),
+        forms=collect(
             "<results>/tables/{table}.{form}",
             table=config["tables"],
-            form=TABLE_FORMS,
+            form=TABLE_FORMS[1:],
         ),
         captions="<results>/tables/captions.json",
         summary="<results>/summary.json",
@@ -59,10 +63,14 @@ rule make_figures:
         tables=collect("<results>/tables/{table}.csv", table=config["tables"]),
         captions="<results>/tables/captions.json",
     output:
-        collect(
+        figures=report(
+            collect("<results>/figures/{figure}.svg", figure=config["figures"]),
+            category="Figures",
+        ),
+        forms=collect(
             "<results>/figures/{figure}.{form}",
             figure=config["figures"],
-            form=FIGURE_FORMS,
+            form=FIGURE_FORMS[1:],
         ),
     log:
         "<results>/logs/make_figures.log",
