@@ -192,6 +192,14 @@ def test_texts_hold_the_numbers_of_the_tables(published):
     assert "Alpaca" in folder and "Q4_1" in folder
 
 
+def test_the_report_names_what_was_measured_beside_the_cells(published):
+    from make_report import provenance
+    from packing import read_packed
+
+    text = "".join(provenance(read_packed(published / "manifest.json.gz")))
+    assert "beside the cells, lossless" in text and "samples.parquet sha256" in text
+
+
 def test_what_is_published_is_made_again_from_itself(published, tmp_path):
     from rebuild_published import differences, rebuild
 

@@ -297,7 +297,7 @@ def provenance(manifest: dict) -> list[str]:
             f"{prompts['n']} prompts, sha256 {code(prompts['prompts_sha256'])}; set pinned at {code(pin)}"
         )
     for name, probe in manifest.get("probes", {}).items():
-        files = "; ".join(f"{file} sha256 {code(entry['sha256'])}" for file, entry in probe["files"].items())
+        files = "; ".join(f"{file} sha256 {code(entry['sha256'])}" for file, entry in probe.get("files", {}).items())
         commit = code(str(probe["environment"]["git"]["commit"])[:10])
         pairs[f"beside the cells, {name}"] = f"commit {commit}" + (f"; {files}" if files else "")
     return [
