@@ -116,7 +116,7 @@ def published(run, tmp_path_factory) -> Path:
     readme = folder.parent / "readme.md"
     readme.write_text("before\n<!-- table: dense -->\nold\n<!-- end of table: dense -->\nafter\n")
     with pytest.MonkeyPatch.context() as patch:
-        words = ["--lossless", str(run / "lossless.json"), "--readme", str(readme)]
+        words = ["--lossless", *[str(run / "lossless.json")] * 2, "--readme", str(readme)]
         assert call(run, folder, patch, *words) == 0
     return folder
 
@@ -189,6 +189,8 @@ def test_texts_hold_the_numbers_of_the_tables(published):
     headline = pd.read_csv(published / "tables/headline.csv").set_index(["variant", "setting"])
     tau = headline.loc[("dartree-b8-w12", "t0"), "tau"]
     assert f"| DARTree | {tau:.2f} [" in readme and "40 of 40 outputs are ar's" in readme
+    # the second file of the call
+    assert "`lossless/lossless-1.json`): 40 of 40 outputs, 4 prompts" in folder
     assert "Alpaca" in folder and "Q4_1" in folder
 
 
@@ -211,7 +213,7 @@ def test_what_is_published_is_made_again_from_itself(published, tmp_path):
 
 def test_a_run_without_a_part_or_with_wrong_outputs_is_refused_by_name(published, run, tmp_path, monkeypatch, capsys):
     before = sorted(path.name for path in published.iterdir())
-    assert call(run, published, monkeypatch) == 2 and "--lossless: None is missing" in capsys.readouterr().err
+    assert call(run, published, monkeypatch) == 2 and "--lossless: missing" in capsys.readouterr().err
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps(json.loads((run / "lossless.json").read_text()) | {"wrong": 3}))
     assert call(run, published, monkeypatch, "--lossless", str(wrong)) == 2

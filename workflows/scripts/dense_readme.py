@@ -1,5 +1,6 @@
 """Text of suite dense: its folder's README.md and the table in the project's, all from the tables' numbers."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -45,6 +46,7 @@ def folder_text(folder: Path, tables: dict[str, pd.DataFrame], summary: dict, pl
         _builders(tables["builders"]),
         "## Losslessness",
         _lossless(tables["lossless"]),
+        *map(_lossless_elsewhere, sorted((folder / "lossless").glob("lossless-*.json"))),
         *_open(config, claims),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -107,6 +109,16 @@ def _lossless(frame: pd.DataFrame) -> str:
     return (
         f"{sums['same']} of {sums['compared']} outputs are ar's, token for token, in float32 ({methods} methods, heads "
         f"{heads}, T = {temperatures}); {sums['near_ties']} part at a near tie, {sums['wrong']} are wrong."
+    )
+
+
+def _lossless_elsewhere(path: Path) -> str:
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    methods = sorted({row["method"] for row in facts["rows"]})
+    return (
+        f"On {facts['device']['name']} ({facts['device']['kind']}; `lossless/{path.name}`): {facts['same']} of "
+        f"{facts['compared']} outputs, {facts['prompts']} prompts, up to {facts['max_new_tokens']} tokens, budget "
+        f"{facts['budget']}, {', '.join(methods)}; {facts['near_ties']} part at a near tie, {facts['wrong']} are wrong."
     )
 
 

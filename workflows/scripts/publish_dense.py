@@ -65,20 +65,26 @@ def only_run(asked: dict, cells: list[dict]) -> dict:
     return found | {"open": [*asked.get("open", []), *items]}
 
 
-def copy_beside(run: Path, lossless: Path | None, out: Path) -> None:
-    """Copy the builders' records and lossless.json; raises ValueError naming what is missing or was wrong."""
+def copy_beside(run: Path, lossless: list[Path], out: Path) -> None:
+    """Copy the builders' records and lossless.json; raises ValueError naming what is missing or was wrong.
+
+    Of several files the first one makes the table; the others lie beside it as they are, numbered.
+    """
     copy_probes(run / SUITE, out)
     if not (out / "builders").is_dir():
         raise ValueError(f"--run: {run / SUITE}/builders is missing; unpack builders.tar.gz there")
-    if lossless is None or not lossless.is_file():
-        raise ValueError(f"--lossless: {lossless} is missing; give the lossless.json of dense.sh lossless")
-    (out / "lossless").mkdir(exist_ok=True)
-    shutil.copyfile(lossless, out / "lossless/lossless.json")
-    if wrong := json.loads(lossless.read_text(encoding="utf-8"))["wrong"]:
-        raise ValueError(f"--lossless: {wrong} outputs of {lossless} differ from ar's and are no near ties; mend them")
+    if not lossless:
+        raise ValueError("--lossless: missing; give the lossless.json of dense.sh lossless")
+    (out / "lossless").mkdir()
+    for number, file in enumerate(lossless):
+        if not file.is_file():
+            raise ValueError(f"--lossless: {file} is missing; give what check_lossless.py wrote")
+        if wrong := json.loads(file.read_text(encoding="utf-8"))["wrong"]:
+            raise ValueError(f"--lossless: {wrong} outputs of {file} differ from ar's and are no near ties; mend them")
+        shutil.copyfile(file, out / f"lossless/lossless{f'-{number}' if number else ''}.json")
 
 
-def write_folder(run: Path, plan: dict, lossless: Path | None, expected: dict, packed: Path, made: Path) -> None:
+def write_folder(run: Path, plan: dict, lossless: list[Path], expected: dict, packed: Path, made: Path) -> None:
     """Write everything but README.md into `packed`; `made` takes the tables' other forms."""
     copy_beside(run, lossless, packed)
     with contextlib.chdir(run):  # cells are named by their paths in the suite
@@ -127,7 +133,9 @@ def publish(options) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, type=Path, help="folder RUN of the offline scripts, or the checkout")
-    parser.add_argument("--lossless", type=Path, help="lossless.json")
+    parser.add_argument(
+        "--lossless", type=Path, nargs="+", default=[], help="lossless.json; more of them lie beside it"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/published/dense-h200"))
     parser.add_argument("--expected", type=Path, default=Path("workflows/config/expected.yaml"))
     parser.add_argument("--readme", type=Path, help="file whose table is replaced")
