@@ -16,6 +16,7 @@ AUTHORS, SUITE = "DARTree", "this suite"
 WIDTH, NEAR_WIDTH = 12, (8, 16)  # where tau saturates, and the sweep's neighbours of it
 BUDGETS = (64, 128)  # where the speed peaks
 WITHIN = 0.99  # a width is wide enough when its tau is this share of the widest one's
+PRINTED_AT = "t0"
 # (one, other, metric, set or None for the macro, what the authors print of it at T = 0 with Domino's head on Qwen3)
 PRINTED = (
     ("dartree", "headchain", "tau", None, 1.279),
@@ -93,16 +94,17 @@ def values(frame: pd.DataFrame) -> dict[str, dict]:
 
 def _printed(data) -> list[dict]:
     rows = []
-    for setting in data.settings:
+    # what is printed is of T = 0, and stands there as open where only other settings were run
+    for setting in dict.fromkeys((PRINTED_AT, *data.settings)):
         for one, other, metric, place, number in PRINTED:
             pair = [data.headline.get(name) for name in (one, other)]
             if None in pair or (place not in (None, "most") and place not in data.config["datasets"]):
                 continue
             found, where = _at(data, pair, metric, setting, place)
-            # the authors print the numbers of T = 0; beside them stands what T = 1 gives
-            printed = {"rule": Rule("gain", number), "paper": number} if setting == "t0" else {}
+            reason = _missing(data, pair, setting) if setting in data.settings else f"{_title(setting)} was not run"
+            printed = {"rule": Rule("gain", number), "paper": number} if setting == PRINTED_AT else {}
             name = f"{metric.replace('_', '/')} of {one} over {_worded(other)}"
-            rows.append(_row(name, found, where=where, reason=_missing(data, pair, setting), **printed))
+            rows.append(_row(name, found, where=where, reason=reason, **printed))
     return rows
 
 
@@ -116,7 +118,7 @@ def _at(data, pair: list[str], metric: str, setting: str, place: str | None) -> 
     found = {name: _ratio(data, *pair, metric, setting=setting, dataset=name) for name in sets}
     known = {name: one for name, one in found.items() if not np.isnan(one.value)}
     best = max(known, key=lambda name: known[name].value, default=None)
-    return known.get(best, EMPTY), f"{words}, {best or 'no set'}, the largest of {len(sets)} sets"
+    return known.get(best, EMPTY), ", ".join(filter(None, [words, best, f"the largest of {len(sets)} sets"]))
 
 
 def _heads(data) -> list[dict]:
