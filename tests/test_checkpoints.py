@@ -2,6 +2,9 @@
 
 import json
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -323,3 +326,10 @@ def test_weaver_tensor_that_does_not_fit_is_named(tmp_path, change, message):
     write_pth(tmp_path / "weaver.pth", change)
     with pytest.raises(ValueError, match=message):
         checkpoints.load_weaver(tmp_path / "weaver.pth")
+
+
+def test_loading_a_family_does_not_load_torchs_compiler():
+    """Three seconds of a core in every cell."""
+    code = "import sys; from tfm import checkpoints as c; w = 'tfm/weights/nano/'; c.load_target(w + 'target')\n"
+    code += "c.load_drafter(w + 'drafter'); c.load_weaver(w + 'weaver'); sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0

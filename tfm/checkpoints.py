@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tfm.drafter import Drafter, DrafterConfig
 from tfm.heads import HeadConfig, build_head
@@ -225,8 +226,21 @@ def _fits(name: str, found: str) -> bool:
     return re.search(rf"(^|\.)blocks\.{number}\.(.+\.)?{re.escape(leaf)}$", found) is not None
 
 
+class _NoFirstWeights(TorchFunctionMode):
+    """Leaves first weights out: on `meta` they hold nothing, and making them loads torch's compiler, 3 s of a core."""
+
+    # of one tensor, whose shape they keep
+    LEFT_OUT = (Tensor.normal_, Tensor.uniform_, Tensor.log)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.LEFT_OUT or getattr(func, "__module__", None) == torch.nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def _fill(build: Callable[[], nn.Module], stored: StoredTensors, where: Path, device, dtype: torch.dtype) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), _NoFirstWeights():
         model = build()
     expected = model.state_dict()
     problems = [
