@@ -383,3 +383,10 @@ def test_a_sweep_that_runs_everywhere_is_a_mean_over_sets_and_the_others_name_th
     row = found[(found["sweep"] == "budget") & (found["variant"] == "tfm-b64-w4")].iloc[0]
     arm = data.arm("tfm-b64-w4", setting=row["setting"], seed=0)
     assert arm["dataset"].nunique() == 8 and row["tau"] == metrics.mean(arm, "tau").value
+
+
+@pytest.mark.parametrize("text", ["[]", '{"config": {}, "cells": []}', '{"config": 3, "cells": []}', "[" * 100_000])
+def test_a_plan_that_is_no_suites_is_refused_with_the_command_that_makes_it(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match="plan.json (lacks|has|is damaged).*snakemake --cores all .*plan.json"):
+        read_plan(tmp_path / "plan.json")

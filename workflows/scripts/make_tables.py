@@ -103,9 +103,12 @@ def read_plan(path: Path) -> dict:
     """Return a suite's plan.json, or a published plan.json.gz; raises ValueError with a remedy where it is damaged."""
     try:
         plan = read_packed(path) if path.suffix == ".gz" else json.loads(path.read_text(encoding="utf-8"))
-        if {"config", "cells"} <= set(plan):
+        if not {"config", "cells"} <= set(plan):
+            problem = "lacks config or cells"
+        elif not isinstance(plan["config"], dict) or "suite" not in plan["config"]:
+            problem = "has a config without a suite"
+        else:
             return plan
-        problem = "lacks config or cells"
     except FileNotFoundError:
         problem = "does not exist"
     except (ValueError, TypeError, RecursionError) as error:
