@@ -165,7 +165,7 @@ def test_answers_are_read_from_records_and_graded_once_each(monkeypatch):
 
 
 def test_code_is_not_run_unless_asked_for(tmp_path):
-    plan = {"config": {"datasets": ["humaneval", "mtbench"], "weights": "w"}, "cells": []}
+    plan = {"config": {"suite": "x", "datasets": ["humaneval", "mtbench"], "weights": "w"}, "cells": []}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     options = {
         "plan": tmp_path / "plan.json",
