@@ -12,6 +12,7 @@ from workflow_runs import ROOT, jobs, snakemake
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 import inventory as library
 import tables
+from compare_paper import compare, devices_of, write_comparison
 from inventory import inventory, run_folders, to_frame, write_inventory
 from kernel_figure import bandwidth_of, roofline
 from kernel_runs import kernel_summary, load_kernel_run
@@ -80,6 +81,17 @@ def test_a_published_manifest_names_the_files_beside_it(path):
     outputs = read_packed(path).get("outputs", {})
     here = {name: digest for name, digest in outputs.items() if (path.parent / name).is_file()}
     assert {name for name, digest in here.items() if sha256_file(path.parent / name) != digest} == set()
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in PUBLISHED.glob(f"*/{PLAN}")), ids=lambda path: path.name
+)
+def test_a_published_comparison_is_what_todays_rules_say(folder, tmp_path):
+    summary, config = json.loads((folder / "summary.json").read_text()), read_plan(folder / PLAN)["config"]
+    known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": config.get("dtype")}
+    rows = compare(EXPECTED, summary, config["suite"], **known)
+    write_comparison(rows, tmp_path / "compare.csv")
+    assert (tmp_path / "compare.csv").read_bytes() == (folder / "compare.csv").read_bytes()
 
 
 def test_damaged_records_stop_the_rebuild(tmp_path, capsys):
