@@ -88,9 +88,22 @@ def test_a_failed_arm_is_named_and_the_others_stay(bench, monkeypatch):
         return cell
 
     monkeypatch.setattr(bench_serving, "cell_of", cell_of)
-    result, record = bench("--arms", "dflash", "ar", "--repeats", "1")
-    assert result["failed"] == ["dflash"] and "0.5.99" in record["failed"]["dflash"]
-    assert set(record["arms"]) == {"ar"}
+    for arms in (["dflash", "ar"], ["ar", "dflash"]):
+        result, record = bench("--arms", *arms, "--repeats", "1", "--commit", "c0ffee")
+        assert result["failed"] == ["dflash"] and "0.5.99" in record["failed"]["dflash"]
+        assert set(record["arms"]) == {"ar"} and record["git"] == {"commit": "c0ffee", "dirty": None}
+    # an arm that failed alone leaves its reason too
+    result, record = bench("--arms", "dflash", "--repeats", "1")
+    assert set(record["failed"]) == {"dflash"} and record["arms"] == {}
+
+
+def test_an_earlier_servers_states_are_not_this_ones(bench, monkeypatch, tmp_path):
+    fault(monkeypatch)
+    log = tmp_path / "servers/tfm/server.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("Mamba Cache is allocated. intermediate_ssm_state_cache size: 18.28GB\n")
+    result, record = bench("--arms", "tfm", "--repeats", "1")
+    assert not result["failed"] and record["arms"]["tfm"]["state_gib"] == {}
 
 
 def bench_record(**arms) -> dict:

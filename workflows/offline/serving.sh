@@ -8,7 +8,7 @@ export TVM_FFI_CACHE_DIR=$RUN/cache/tvm-ffi TRITON_CACHE_DIR=$RUN/cache/triton F
 # the engine's Python sees its packages, the runner's does not
 printf '#!/bin/sh\nPYTHONPATH=$PYTHONPATH:%s exec python3 "$@"\n' "$RUN/sglang" > "$RUN/python"; chmod +x "$RUN/python"
 server="--server-python $RUN/python --server-folder $RUN/servers --server-seconds 400"
-bench() { python3 workflows/scripts/bench_serving.py "$@" $server; }
+bench() { python3 workflows/scripts/bench_serving.py "$@" $server --commit "$COMMIT"; }
 case $1 in
   first)
     # nvcc works while SGLang is imported

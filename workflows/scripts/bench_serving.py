@@ -91,6 +91,7 @@ def time_arm(arm: str, options: argparse.Namespace, weights: dict[str, str], env
 
     cell, draw = cell_of(arm, options, weights), random.Random(1)
     place = Place(options.server_folder / arm, options.server_python, None, options.server_seconds)
+    earlier = _text(place.folder / "server.log")
     launch = runner.launch(cell, place=place, environment=environment)
     if arm == "dflash":  # counts the bonus token too
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(options.accept + 1)}
@@ -111,7 +112,8 @@ def time_arm(arm: str, options: argparse.Namespace, weights: dict[str, str], env
                     rows.append({"prompt_tokens": length, **_timed(reply)})
         used = card.memory_used_mib(environment["CUDA_VISIBLE_DEVICES"]) if environment else None
         memory = runner.memory(server.port)
-    states = state_gib(server.log.read_text(encoding="utf-8", errors="replace"))
+    # the log goes on where an earlier server of this folder ended, which may have had another kernel
+    states = state_gib(_text(server.log).removeprefix(earlier))
     return {"engine": facts | memory, "memory_used_mib": used, "state_gib": states, "rows": rows, "cell": cell}
 
 
@@ -124,6 +126,10 @@ def state_gib(log: str) -> dict[str, float]:
         elif match := OWN.search(line):
             found["plugin"] = float(match[1])
     return found
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
 
 def _send(server, tokens: list[int], config, watcher):
@@ -165,6 +171,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--server-python", default=sys.executable, help="Python of SGLang's environment (default: this one)")
     add("--server-seconds", type=float, default=400)
     add("--server-folder", type=Path, required=True, help="folder for logs and state of the servers")
+    add("--commit", help="commit of the code where this is no git checkout")
     add("--out", type=Path, required=True, help="JSON file to write")
     return parser.parse_args(arguments)
 
@@ -181,6 +188,7 @@ def run(options: argparse.Namespace) -> dict:
         config["graft"]["drafter"]["target_layer_ids"] = [place * options.layers // whole for place in taps]
         config["graft"]["target"]["num_hidden_layers"] = options.layers
     arms, failed = {}, {}
+    state = {"commit": options.commit, "dirty": None} if options.commit else manifest.git_state()
     with tempfile.TemporaryDirectory() as scratch, card.claim("cuda") as (environment, device):
         weights = write_shapes(config, Path(scratch))
         for arm in options.arms:
@@ -189,20 +197,20 @@ def run(options: argparse.Namespace) -> dict:
             except Exception as error:  # the other arms are worth the machine's time; the exit code tells
                 failed[arm] = f"{type(error).__name__}: {error}"
                 print(f"{arm}: {failed[arm][-3000:]}", file=sys.stderr, flush=True)
-                continue
-            values = [row["step_ms"] for row in arms[arm]["rows"]]
-            print(
-                f"{arm}: {statistics.median(values):.3f} ms a step, {len(values)} requests", file=sys.stderr, flush=True
-            )
+            else:
+                values = [row["step_ms"] for row in arms[arm]["rows"]]
+                text = f"{arm}: {statistics.median(values):.3f} ms a step, {len(values)} requests"
+                print(text, file=sys.stderr, flush=True)
+            # after a failed arm too: its reason is a result
             record = {"device": device, "shape": config["graft"], "options": _plain(options), "arms": arms}
-            record |= {"failed": failed, "torch": torch.__version__, "git": manifest.git_state()}
+            record |= {"failed": failed, "torch": torch.__version__, "git": state}
             manifest.write_json(options.out, record)
     medians = {arm: round(statistics.median(r["step_ms"] for r in found["rows"]), 4) for arm, found in arms.items()}
     return {"step_ms": medians, "failed": sorted(failed)}
 
 
 def _plain(options: argparse.Namespace) -> dict:
-    machine = ("server_python", "server_folder", "out", "config")
+    machine = ("server_python", "server_folder", "out", "config", "commit")
     return {key: value for key, value in vars(options).items() if key not in machine}
 
 
