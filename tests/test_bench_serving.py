@@ -97,6 +97,12 @@ def test_a_failed_arm_is_named_and_the_others_stay(bench, monkeypatch):
     assert set(record["failed"]) == {"dflash"} and record["arms"] == {}
 
 
+def test_a_missing_counter_of_steps_fails_the_arm(bench, monkeypatch):
+    fault(monkeypatch, without=["spec_verify_ct"])
+    result, record = bench("--arms", "ar", "tfm", "--repeats", "1")
+    assert result["failed"] == ["tfm"] and "spec_verify_ct" in record["failed"]["tfm"] and set(record["arms"]) == {"ar"}
+
+
 def test_an_earlier_servers_states_are_not_this_ones(bench, monkeypatch, tmp_path):
     fault(monkeypatch)
     log = tmp_path / "servers/tfm/server.log"
@@ -104,36 +110,3 @@ def test_an_earlier_servers_states_are_not_this_ones(bench, monkeypatch, tmp_pat
     log.write_text("Mamba Cache is allocated. intermediate_ssm_state_cache size: 18.28GB\n")
     result, record = bench("--arms", "tfm", "--repeats", "1")
     assert not result["failed"] and record["arms"]["tfm"]["state_gib"] == {}
-
-
-def bench_record(**arms) -> dict:
-    rows = {arm: [{"prompt_tokens": 512, "step_ms": value} for value in values] for arm, values in arms.items()}
-    states = {"tfm": {"ssm_state": 0.28, "plugin": 0.21}}
-    states["ddtree-recurrent"] = {"ssm_state": 0.28, "intermediate_ssm_state_cache": 18.28}
-    found = {arm: {"rows": rows[arm], "state_gib": states.get(arm, {})} for arm in arms}
-    return {"options": {"attention": "triton"}, "arms": found}
-
-
-def test_the_summary_of_engines_holds_steps_ratios_and_states(tmp_path):
-    from summarise_engines import main
-
-    served = bench_record(ar=[14.0, 14.2, 14.1], tfm=[19.0, 19.4, 19.2], **{"ddtree-recurrent": [31.0]})
-    ours = {"records": [{"arm": "ar", "variant": "all:fused_cuda", "context": 512, "ms": [14.4, 14.5, 14.6]}]}
-    ours["records"] += [{"arm": "tfm", "variant": "all:fused_cuda", "context": 512, "ms": [18.0, 18.2]}]
-    (tmp_path / "served.json").write_text(json.dumps(served))
-    (tmp_path / "ours.json").write_text(json.dumps(ours))
-    words = ["--sglang", str(tmp_path / "served.json"), "--ours", str(tmp_path / "ours.json"), "--out", str(tmp_path)]
-    assert main(words) == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["step_ms_sglang_ar"]["value"] == 14.1 and summary["step_ms_ours_ar"]["value"] == 14.5
-    assert summary["step_over_ar_sglang_tfm"]["value"] == pytest.approx(19.2 / 14.1)
-    assert summary["step_ms_sglang_tfm"]["low"] == 19.0 and summary["step_ms_sglang_tfm"]["n"] == 3
-    assert (summary["state_gib_fused"]["value"], summary["state_gib_recurrent"]["value"]) == (0.21, 18.28)
-    lines = (tmp_path / "engines.csv").read_text().splitlines()
-    assert len(lines) == 1 + 5 and lines[0].startswith("engine,arm,attention,context,step_ms")
-
-
-def test_a_summary_of_nothing_is_refused(tmp_path, capsys):
-    from summarise_engines import main
-
-    assert main(["--out", str(tmp_path)]) == 2 and "nothing was given" in capsys.readouterr().err

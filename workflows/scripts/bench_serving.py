@@ -109,7 +109,7 @@ def time_arm(arm: str, options: argparse.Namespace, weights: dict[str, str], env
                 )
                 reply = _send(server, tokens, config, Watcher(config, str))
                 if repeat >= 0:
-                    rows.append({"prompt_tokens": length, **_timed(reply)})
+                    rows.append({"prompt_tokens": length, **_timed(reply, is_ar=arm == "ar")})
         used = card.memory_used_mib(environment["CUDA_VISIBLE_DEVICES"]) if environment else None
         memory = runner.memory(server.port)
     # the log goes on where an earlier server of this folder ended, which may have had another kernel
@@ -143,9 +143,11 @@ def _send(server, tokens: list[int], config, watcher):
         raise server.explain(error) from error
 
 
-def _timed(reply) -> dict:
+def _timed(reply, *, is_ar: bool) -> dict:
     (first, head), (last, tail) = reply.chunks[0], reply.chunks[-1]
-    steps = reply.verify_steps or tail - head
+    steps = tail - head if is_ar else reply.verify_steps
+    if not steps:
+        raise ValueError(f"a reply of {tail} tokens counts {steps} steps; without spec_verify_ct no step can be timed")
     row = {"new_tokens": tail, "steps": steps, "prefill_ms": 1e3 * (first - reply.sent)}
     row |= {"histogram": reply.histogram, "decode_ms": 1e3 * (last - first)}
     return row | {"step_ms": 1e3 * (last - first) / steps}

@@ -8,13 +8,16 @@ from pathlib import Path
 import pandas as pd
 import yaml
 from compare_paper import compare, devices_of, is_of_type, shown
+from engine_taus import inventory_summary
 from kernel_runs import is_kernel_run, kernel_summary, load_kernel_run
 from packing import PLAN, read_packed
+from summarise_engines import CELLS, devices_in, is_engines_run, load_run
 
 from tfm.manifest import sha256_file, write_atomic, write_json
 
 DESCRIPTION = """
-Reads expected.yaml and, of every folder under --published, summary.json (a suite's) or samples.json (a kernel run's).
+Reads expected.yaml and, of every folder under --published, summary.json (a suite's), samples.json (a kernel run's) or
+the records (a run of engines).
 Writes inventory.json (one entry a row of the inventory: paper, ours, low, high, n, status, reason, and its items with
 what every published run says of them), inventory.csv (one row an item) and inventory.md to --out. An item's value is
 that of the first run, in the order that expected.yaml gives, which measured it in the item's type, where it has one.
@@ -54,7 +57,7 @@ def inventory(expected: dict, published: Path) -> list[dict]:
 def run_folders(published: Path, expected: dict) -> list[Path]:
     """Return the published folders with numbers, the preferred one first, as expected.yaml orders them."""
     order = expected["inventory_order"]
-    folders = [path for path in sorted(published.iterdir()) if (path / PLAN).is_file() or is_kernel_run(path)]
+    folders = [path for path in sorted(published.iterdir()) if (path / PLAN).is_file() or _is_other(path)]
     return sorted(folders, key=lambda path: order.index(path.name) if path.name in order else -1)
 
 
@@ -63,14 +66,25 @@ def _rows_of(folder: Path, expected: dict) -> list[dict]:
     if is_kernel_run(folder):
         run = load_kernel_run(folder)
         return compare(expected, kernel_summary(run), folder.name, devices={run.card})
+    if is_engines_run(folder):
+        run = load_run(folder, expected)
+        known = {"devices": devices_in(run), "dtype": _type_of(folder)}
+        return compare(expected, inventory_summary(run.records), folder.name, **known)
     suite = read_packed(folder / PLAN)["config"]["suite"]
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": _type_of(folder)}
     return compare(expected, summary, suite, **known)
 
 
+def _is_other(folder: Path) -> bool:
+    return is_kernel_run(folder) or is_engines_run(folder)
+
+
 def _type_of(folder: Path) -> str | None:
     """Return the type in which a published suite decoded; None for a kernel run, which has several."""
+    if is_engines_run(folder):
+        cells = read_packed(folder / CELLS)["cells"] if (folder / CELLS).is_file() else []
+        return next((cell["cell"]["dtype"] for cell in cells), None)
     return None if is_kernel_run(folder) else read_packed(folder / PLAN)["config"].get("dtype")
 
 

@@ -19,6 +19,8 @@ from make_tables import read_plan, write_tables
 from packing import GRADED, PLAN, read_packed
 from probe_records import load_probes
 from publish import load_published
+from summarise_engines import is_engines_run, load_run
+from summarise_engines import write_tables as write_engines
 from tree_steps import packed, traced_cells, trees_of
 
 from baselines import suite
@@ -26,10 +28,11 @@ from tfm.manifest import write_atomic, write_json
 
 DESCRIPTION = """
 Reads the folders of --published: plan.json.gz with the records, checked by their SHA-256, a kernel run's samples.json,
-or an engine run's tables.json, which names its timed steps. Writes to --out a folder for each with its tables (csv, md,
-tex), figures (pdf, svg, png), compare.csv, summary.json and report.html, and the inventory over all of them, then
-compares every csv file byte by byte with the published one. Needs no GPU and no weights. Last line of stdout: one JSON
-object. Exit 1 when a published csv file is not what its records give, naming it and where it differs; 2 on bad input.
+an engine run's tables.json, which names its timed steps, or engines.json beside what ran inside SGLang. Writes to --out
+a folder for each with its tables (csv, md, tex), figures (pdf, svg, png), compare.csv, summary.json and report.html,
+and the inventory over all of them, then compares every csv file byte by byte with the published one. Needs no GPU and
+no weights. Last line of stdout: one JSON object. Exit 1 when a published csv file is not what its records give, naming
+it and where it differs; 2 on bad input.
 """
 
 ENGINE_RUN = "tables.json"
@@ -90,6 +93,8 @@ def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True)
             rebuild_suite(folder, expected, out / folder.name, figures=figures)
         elif is_kernel_run(folder):
             rebuild_kernels(folder, out / folder.name, figures=figures)
+        elif is_engines_run(folder):
+            write_json(out / folder.name / "summary.json", write_engines(load_run(folder, expected), out / folder.name))
         elif (folder / ENGINE_RUN).is_file():
             rebuild_engine(folder, out / folder.name)
         else:

@@ -1,133 +1,324 @@
-"""Engines side by side: steps inside SGLang, steps of this project's engine, and what real cells accepted."""
+"""Tables and summary of a published run of engines: steps inside SGLang and of this project's engine, memory, tau."""
 
-import argparse
 import json
-import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from engine_tables import interval, samples_of
+from engine_taus import METHODS as ARMS
+from engine_taus import SETTINGS, pair_rows, per_engine, tau_rows
+from packing import read_packed
+from publish import load_published
 
-from tfm import metrics
-from tfm.cells import load_cells
-from tfm.manifest import write_atomic, write_json
+from tfm.cells import Records
+from tfm.manifest import write_atomic
 
-DESCRIPTION = """
-Reads files of bench_serving.py, files of bench_engine.py and folders of served suites. Writes summary.json (flat: name
--> {value, low, high, n, unit}) and engines.csv (one row an arm, engine, attention backend and context) to --out.
-Medians over requests or steps with a bootstrap 95 % interval; ratios are an arm's step over ar's under the same flags.
-Last line of stdout: one JSON object.
-"""
+MARK = "engines.json"  # of a published run of engines: what was asked for, and where what is missing stopped
+STEPS, CELLS = "steps.json.gz", "cells.json.gz"
+RECURRENT = "ddtree-recurrent"  # the same tree, verified by SGLang's own kernel
+SERVED_ARMS = (*ARMS, RECURRENT)
+KINDS = ("fused", "recurrent")  # of states: this project's op, SGLang's kernel
 SEED, RESAMPLES = 20260617, 2000
-COLUMNS = ["engine", "arm", "attention", "context", "step_ms", "low", "high", "n", "ratio_to_ar", "state_gib"]
+STATES = {"ssm_state": "committed_state_gib", "conv_state": "committed_window_gib", "plugin": "plugin_gib"}
+STATES |= {"intermediate_ssm_state_cache": "node_states_gib", "intermediate_conv_window_cache": "node_windows_gib"}
+KEYS = {
+    "steps": ["engine", "arm", "attention", "context", "step_ms", "low", "high", "n", "n_of", "steps_each"]
+    + ["over_ar", "over_ar_low", "over_ar_high", "ar_from", "reason"],
+    "memory": ["engine", "arm", "card_mib", "weights_gib", "kv_gib", "beside_weights_gib", *STATES.values(), "reason"],
+    "tau": ["engine", "method", "setting", "dataset", "tau", "low", "high", "n", "accepted", "accepted_low"]
+    + ["accepted_high", "tau_pooled", "ms_a_step", "reason"],
+    "pairs": ["setting", "one", "other", "number", "value", "low", "high", "n", "same_tokens", "outputs", "reason"],
+    "texts": ["method", "prompt", "verdict", "tokens", "at", "gap", "moved", "ready_s", "reason"],
+    "missing": ["part", "what", "reason"],
+}
 
 
-def estimate(values: list[float]) -> dict:
-    """Return the median of measured values with its interval."""
-    rows = np.asarray(values, dtype=float)
-    draws = np.random.default_rng(SEED).integers(0, len(rows), (RESAMPLES, len(rows)))
-    low, high = np.percentile(np.median(rows[draws], axis=1), [2.5, 97.5])
-    return {"value": float(np.median(rows)), "low": float(low), "high": float(high), "n": len(rows)}
+@dataclass(frozen=True)
+class Run:
+    """One run of engines as it is published."""
+
+    asked: dict  # of MARK
+    served: list[dict]  # files of bench_serving.py
+    ours: dict | None  # of a file of bench_engine.py
+    texts: list[dict]  # files of check_serving.py
+    records: Records | None
+    stated: dict = field(default_factory=dict)  # engine_steps of expected.yaml
+
+    def stopped(self, part: str) -> str:
+        """Return why a part of the run is not there, as the one who published it said."""
+        return self.asked["stopped"].get(part, "not run")
 
 
-def served_rows(record: dict) -> list[dict]:
-    """Return a row for each arm and context of a bench_serving.py file."""
-    table = []
-    for arm, found in record["arms"].items():
-        frame = pd.DataFrame(found["rows"])
-        states = found.get("state_gib") or {}
-        for context, part in frame.groupby("prompt_tokens"):
-            row = {"engine": "sglang", "arm": arm, "attention": record["options"]["attention"], "context": int(context)}
-            table.append({**row, "step": estimate(part["step_ms"].tolist()), "state_gib": state_of(states)})
-    return with_ratios(table)
+def is_engines_run(folder: Path) -> bool:
+    """Return whether a published folder holds a run of engines."""
+    return (folder / MARK).is_file()
 
 
-def state_of(states: dict[str, float]) -> float | None:
-    """Return GiB of recurrent state beside one committed state a slot: of every node, or the plugin's own."""
-    kinds = [size for name, size in states.items() if name.startswith("intermediate_ssm") or name == "plugin"]
-    return sum(kinds) if kinds else None
+def load_run(folder: Path, expected: dict) -> Run:
+    """Return the run in a published folder; raises ValueError naming a file that is missing or damaged."""
+    try:
+        asked, found = json.loads((folder / MARK).read_text(encoding="utf-8")), read_packed(folder / STEPS)
+        parts = {name: found[name] for name in ("served", "ours", "texts")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder}: damaged ({type(error).__name__}: {error}); restore it from git") from error
+    records = load_published(folder) if (folder / CELLS).is_file() else None
+    return Run(asked=asked, **parts, records=records, stated=expected.get("engine_steps", {}))
 
 
-def own_rows(record: dict) -> list[dict]:
-    """Return a row for each arm, variant and context of a bench_engine.py file; whole steps only."""
-    frame = pd.DataFrame([row for row in record["records"] if row.get("ms")])
-    table = []
-    for (arm, variant, context), part in frame.groupby(["arm", "variant", "context"]):
-        values = [value for row in part["ms"] for value in row]
-        row = {"engine": f"ours {variant}", "arm": arm, "attention": "ours", "context": int(context)}
-        table.append({**row, "step": estimate(values), "state_gib": None})
-    return with_ratios(table)
+# --- steps
 
 
-def with_ratios(table: list[dict]) -> list[dict]:
-    """Add each row's step over ar's of the same engine, attention backend and context; None where ar did not run."""
-    place = ("engine", "attention", "context")
-    base = {tuple(row[key] for key in place): row["step"]["value"] for row in table if row["arm"] == "ar"}
-    for row in table:
-        ar = base.get(tuple(row[key] for key in place))
-        row["ratio_to_ar"] = row["step"]["value"] / ar if ar else None
-    return table
+def estimate(values: list[float], base: list[float] | None = None) -> dict:
+    """Return the median of requests' steps, or its ratio to that of `base`, with a bootstrap 95 % interval.
 
-
-def accepted(folder: Path) -> dict[str, dict]:
-    """Return tau of every method and setting of a served suite's cells, macro over sets."""
-    cells = sorted(path.parent for path in folder.glob("cells/*/*/*/*/*/*/cell.json"))
-    records = load_cells(cells)
-    table, found = metrics.per_request(records.requests, records.steps), {}
-    for (engine, method, setting), part in table.groupby(["engine", "method", "setting"]):
-        tau = metrics.mean(part, "tau")
-        entry = {"value": tau.value, "low": tau.low, "high": tau.high, "n": tau.n, "unit": "tokens a step"}
-        name = "sglang" if engine.startswith("sglang") else "vllm" if engine == "vllm" else "ours"
-        found[f"tau_{name}_{method}_{setting}"] = entry
+    Requests of two servers did not stand beside each other, so both are drawn apart. One request has no interval.
+    """
+    rows, below = np.asarray(values, dtype=float), np.asarray([1.0] if base is None else base, dtype=float)
+    value = float(np.median(rows) / np.median(below))
+    found = {"value": value, "low": None, "high": None, "n": len(rows)}
+    if min(len(rows), len(below) if base is not None else len(rows)) > 1:
+        generator = np.random.default_rng(SEED)
+        draws = [np.median(part[generator.integers(0, len(part), (RESAMPLES, len(part)))], 1) for part in (rows, below)]
+        found["low"], found["high"] = map(float, np.percentile(draws[0] / draws[1], [2.5, 97.5]))
     return found
 
 
-def summary_of(table: list[dict], taus: dict[str, dict], *, context: int, attention: str, variant: str) -> dict:
-    """Return the flat summary: steps at one context, attention backend and variant of ours, ratios, states, tau."""
-    flat = {}
-    for row in table:
-        is_served = row["engine"] == "sglang" and row["attention"] == attention
-        if row["context"] != context or not (is_served or row["engine"] == f"ours {variant}"):
+def served_rows(run: Run) -> list[dict]:
+    """Return a row for each planned or measured arm of SGLang, attention backend and context."""
+    found: dict[tuple, tuple[int, pd.DataFrame]] = {}
+    for number, record in enumerate(run.served):
+        for arm, facts in record["arms"].items():
+            for context, part in pd.DataFrame(facts["rows"]).groupby("prompt_tokens"):
+                # a later file repeats an arm of an earlier one: it stands
+                found[record["options"]["attention"], arm, int(context)] = (number, part)
+    rows = []
+    for (attention, arm, context), (number, part) in found.items():
+        row = {"engine": "sglang", "arm": arm, "attention": attention, "context": context, "n_of": "requests"}
+        row |= _named(estimate(part["step_ms"].tolist()), "step_ms", "low", "high")
+        row |= {"n": len(part), "steps_each": float(part["steps"].median()), "reason": ""}
+        if arm == "ar":
+            row |= {"over_ar": 1.0, "ar_from": "itself"}
+        elif base := found.get((attention, "ar", context)):
+            ratio = estimate(part["step_ms"].tolist(), base[1]["step_ms"].tolist())
+            row |= _named(ratio, "over_ar", "over_ar_low", "over_ar_high")
+            row["ar_from"] = "the same call" if base[0] == number else "another call"
+        else:
+            row["reason"] = "no ratio: ar was not timed with this attention and context"
+        rows.append(row)
+    contexts = sorted({context for _, _, context in found} | {run.asked["context"]})
+    measured = {(arm, context) for attention, arm, context in found if attention == run.asked["attention"]}
+    for arm, context in ((arm, context) for arm in SERVED_ARMS for context in contexts):
+        if (arm, context) not in measured:
+            row = {"engine": "sglang", "arm": arm, "attention": run.asked["attention"], "context": context}
+            rows.append({**row, "n": 0, "reason": why_not_served(run, arm)})
+    return sorted(rows, key=lambda row: (row["attention"], row["context"], _place(row["arm"])))
+
+
+def why_not_served(run: Run, arm: str) -> str:
+    """Return why SGLang has no step of an arm."""
+    failed = [record["failed"][arm] for record in run.served if arm in record["failed"]]
+    return f"failed: {failed[-1]}" if failed else run.stopped("steps")
+
+
+def own_rows(run: Run) -> list[dict]:
+    """Return a row for each arm and context of this project's engine; whole steps only."""
+    rows, known, asked = [], run.ours or {"records": []}, run.asked
+    base = samples_of(known, asked["variant"])
+    found = {(arm, context): steps for (arm, context), steps in base.items() if arm in ARMS}
+    slow = samples_of(known, asked["recurrent_variant"])
+    found |= {(f"{arm}-recurrent", context): steps for (arm, context), steps in slow.items() if arm in ARMS}
+    for (arm, context), rounds in found.items():
+        row = {"engine": "ours", "arm": arm, "attention": "ours", "context": context, "n_of": "steps", "reason": ""}
+        row |= dict(zip(("step_ms", "low", "high"), interval(rounds), strict=True))
+        row |= {"n": sum(map(len, rounds))}
+        ar = base.get(("ar", context))
+        if arm == "ar":
+            row |= {"over_ar": 1.0, "ar_from": "itself"}
+        elif ar is not None and len(ar) == len(rounds):
+            row |= dict(zip(("over_ar", "over_ar_low", "over_ar_high"), interval(rounds, ar), strict=True))
+            row["ar_from"] = "the same rounds"
+        else:
+            row["reason"] = "no ratio: ar was not timed beside it"
+        rows.append(row)
+    for arm in ARMS:
+        if (arm, asked["context"]) not in found:
+            row = {"engine": "ours", "arm": arm, "attention": "ours", "context": asked["context"]}
+            rows.append({**row, "n": 0, "reason": run.stopped("ours")})
+    return sorted(rows, key=lambda row: (row["context"], _place(row["arm"])))
+
+
+def stated_rows(run: Run) -> list[dict]:
+    """Return the steps that others stated, which this project did not measure."""
+    stated = run.stated
+    return [
+        {"engine": "sglang, as stated", "arm": arm, "attention": stated["attention"], "step_ms": entry["ms"]}
+        | {"over_ar": entry["over_ar"], "reason": f"not measured here: {stated['source']}"}
+        for arm, entry in stated.get("arms", {}).items()
+    ]
+
+
+def _place(arm: str) -> tuple:
+    method, _, ending = arm.partition("-")
+    return (bool(ending), ARMS.index(method) if method in ARMS else len(ARMS), method)
+
+
+def _named(found: dict, value: str, low: str, high: str) -> dict:
+    return {value: found["value"], low: found["low"], high: found["high"]}
+
+
+# --- memory
+
+
+def memory_rows(run: Run) -> list[dict]:
+    """Return a row for each arm: what its server logged of its states, and what the card and the engine held."""
+    found, rows = {}, []
+    for record in run.served:
+        for arm, facts in record["arms"].items():
+            states = {STATES[name]: size for name, size in (facts.get("state_gib") or {}).items() if name in STATES}
+            held = (facts["engine"].get("memory_gib") or {}) if isinstance(facts["engine"], dict) else {}
+            row = {"engine": "sglang", "arm": arm, "card_mib": facts.get("memory_used_mib"), **states}
+            row |= {"weights_gib": held.get("weight"), "kv_gib": held.get("kvcache")}
+            found[arm] = row | {"reason": "" if states else "the server logged no size of a state"}
+    rows += [
+        found.get(arm) or {"engine": "sglang", "arm": arm, "reason": why_not_served(run, arm)} for arm in SERVED_ARMS
+    ]
+    rows += [row for arm, row in found.items() if arm not in SERVED_ARMS]
+    facts = (run.ours or {}).get("arms", {})
+    for arm in ARMS:
+        row, mine = {"engine": "ours", "arm": arm}, facts.get(f"{arm} {run.asked['variant']}")
+        if mine is None:
+            rows.append({**row, "reason": run.stopped("ours")})
+        else:
+            held = {"weights_gib": run.ours.get("weights_gib"), "beside_weights_gib": mine["kept_gib"]}
+            rows.append({**row, **held, "reason": "states are not told apart"})
+    return rows
+
+
+def state_entry(run: Run, memory: pd.DataFrame, kind: str) -> dict:
+    """Return GiB kept for verification beside the committed states: ours for fused, SGLang's own for recurrent."""
+    served, unit = memory[memory["engine"] == "sglang"], "GiB, as the server logs it"
+    arms, column = (("tfm", "ddtree"), "plugin_gib") if kind == "fused" else ((RECURRENT,), "node_states_gib")
+    for arm in arms:
+        known = served[(served["arm"] == arm) & served[column].notna()]
+        if len(known):
+            return {"value": float(known[column].iloc[0]), "low": None, "high": None, "n": 1, "unit": unit, "arm": arm}
+    logged = "the server logged no size" if any(arm in record["arms"] for record in run.served for arm in arms) else ""
+    return missing_entry(unit, logged or "; ".join(f"{arm}: {why_not_served(run, arm)}" for arm in arms))
+
+
+# --- greedy texts
+
+
+def text_rows(run: Run) -> list[dict]:
+    """Return a row for each prompt whose greedy text inside SGLang was laid beside the target's own."""
+    rows, failed = {}, {}
+    for record in run.texts:
+        for method, found in record["arms"].items():
+            rows[method] = [{"method": method, "prompt": place, **row} for place, row in enumerate(found)]
+        failed |= record["failed"]
+    reasons = {
+        method: f"failed: {failed[method]}" if method in failed else run.stopped("first") for method in ("tfm", "ar")
+    }
+    gone = [{"method": method, "reason": reason} for method, reason in reasons.items() if method not in rows]
+    return [row for found in rows.values() for row in found] + gone
+
+
+# --- all of them
+
+
+def tables_of(run: Run) -> dict[str, pd.DataFrame]:
+    """Return every table of a run; what is missing stands in each with its reason, and all of it in `missing`."""
+    found = per_engine(run.records)
+    rows = {"steps": served_rows(run) + own_rows(run) + stated_rows(run), "memory": memory_rows(run)}
+    rows |= {"tau": tau_rows(run, found), "pairs": pair_rows(run, found), "texts": text_rows(run)}
+    rows["missing"] = missing_rows(rows, run)
+    return {name: pd.DataFrame(rows[name]).reindex(columns=columns) for name, columns in KEYS.items()}
+
+
+def missing_rows(rows: dict[str, list[dict]], run: Run) -> list[dict]:
+    """Return what was planned and is not in the tables, each with its reason."""
+    steps = [
+        (f"step of {row['engine']} {row['arm']} at {row['context']}", row) for row in rows["steps"] if row.get("n") == 0
+    ]
+    texts = [(f"greedy text of {row['method']}", row) for row in rows["texts"] if "verdict" not in row]
+    taus = [
+        (f"tau of {row['engine']} {row['method']}, {row['setting']}", row)
+        for row in rows["tau"]
+        if row["dataset"] == "all" and row["reason"]
+    ]
+    parts = {"steps": steps, "texts": texts, "tau": taus}
+    found = [
+        {"part": part, "what": what, "reason": row["reason"]} for part, all_ in parts.items() for what, row in all_
+    ]
+    memory = pd.DataFrame(rows["memory"]).reindex(columns=KEYS["memory"])
+    states = {kind: state_entry(run, memory, kind) for kind in KINDS}
+    for kind, entry in states.items():
+        if entry["value"] is None:
+            found.append({"part": "memory", "what": f"states of the {kind} kernel", "reason": entry["reason"]})
+    left_out = [{"part": "left out", "what": what, "reason": why} for what, why in run.asked["left_out"].items()]
+    return found + left_out
+
+
+def summary_of(run: Run, tables: dict[str, pd.DataFrame]) -> dict:
+    """Return the flat summary: name -> {value, low, high, n, unit}; what is missing has no value and a reason."""
+    flat, steps, asked = {}, tables["steps"], run.asked
+    chosen = steps[(steps["context"] == asked["context"]) & steps["attention"].isin([asked["attention"], "ours"])]
+    for row in chosen.to_dict("records"):
+        name = f"{row['engine']}_{row['arm'].replace('-', '_')}"
+        if not row["n"]:
+            flat[f"step_ms_{name}"] = missing_entry("ms", row["reason"])
             continue
-        name = f"{'sglang' if is_served else 'ours'}_{row['arm'].replace('-', '_')}"
-        flat[f"step_ms_{name}"] = {**row["step"], "unit": "ms"}
-        if row["ratio_to_ar"] is not None:
-            ratio = {"value": row["ratio_to_ar"], "low": None, "high": None, "n": row["step"]["n"]}
-            flat[f"step_over_ar_{name}"] = {**ratio, "unit": "ratio of medians"}
-        if row["state_gib"] is not None:
-            kind = "recurrent" if row["arm"].endswith("recurrent") else "fused"
-            state = {"value": row["state_gib"], "low": None, "high": None, "n": 1}
-            flat.setdefault(f"state_gib_{kind}", {**state, "unit": "GiB, as the server logs it"})
-    return flat | taus
+        flat[f"step_ms_{name}"] = _entry(row, ("step_ms", "low", "high"), "ms")
+        ratio = _entry(row, ("over_ar", "over_ar_low", "over_ar_high"), "ratio of medians")
+        flat[f"step_over_ar_{name}"] = ratio if ratio["value"] is not None else missing_entry("ratio", row["reason"])
+    taus = tables["tau"]
+    for row in taus[taus["dataset"] == "all"].to_dict("records"):
+        name, unit = f"tau_{row['engine']}_{row['method']}{SETTINGS[row['setting']]}", "tokens a step"
+        flat[name] = _entry(row, ("tau", "low", "high"), unit) if row["n"] else missing_entry(unit, row["reason"])
+    for row in tables["pairs"].to_dict("records"):
+        engines = [row[side].split(" ")[0] for side in ("one", "other")]
+        if engines == ["sglang", "ours"]:
+            name = f"tau_sglang_minus_ours_{row['one'].split(' ')[1]}{SETTINGS[row['setting']]}"
+            flat[name] = _entry(row, ("value", "low", "high"), "tokens a step")
+            flat[name] |= {"reason": row["reason"]} if not row["n"] else {}
+    for kind in KINDS:
+        flat[f"state_gib_{kind}"] = state_entry(run, tables["memory"], kind)
+    texts = tables["texts"][tables["texts"]["verdict"].notna()]
+    for method in ("tfm", "ar"):
+        mine = texts[texts["method"] == method]
+        good = {
+            "value": int(mine["verdict"].isin(["equal", "near tie"]).sum()),
+            "low": None,
+            "high": None,
+            "n": len(mine),
+        }
+        unit = "greedy texts equal to the target's up to a near tie"
+        flat[f"texts_{method}"] = {**good, "unit": unit} if len(mine) else missing_entry(unit, "no text was compared")
+    return flat
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--sglang", type=Path, nargs="*", default=[], help="files of bench_serving.py")
-    add("--ours", type=Path, nargs="*", default=[], help="files of bench_engine.py")
-    add("--cells", type=Path, nargs="*", default=[], help="folders results/<suite> of served cells, and of ours beside")
-    add("--context", type=int, default=512, help="prompt length of the summary (default 512)")
-    add("--attention", default="triton", help="SGLang's attention backend of the summary (default triton)")
-    add("--variant", default="all:fused_cuda", help="variant of ours of the summary (default all:fused_cuda)")
-    add("--out", type=Path, required=True, help="folder to write to")
-    options = parser.parse_args(arguments)
-    table = [row for path in options.sglang for row in served_rows(json.loads(path.read_text(encoding="utf-8")))]
-    table += [row for path in options.ours for row in own_rows(json.loads(path.read_text(encoding="utf-8")))]
-    taus = {name: entry for folder in options.cells for name, entry in accepted(folder).items()}
-    if not table and not taus:
-        print("summarise_engines: nothing was given; pass --sglang, --ours or --cells", file=sys.stderr)
-        return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    chosen = {"context": options.context, "attention": options.attention, "variant": options.variant}
-    flat = summary_of(table, taus, **chosen)
-    rows = [{**row, **{"step_ms": row["step"]["value"], **row["step"]}} for row in table]
-    frame = pd.DataFrame(rows).reindex(columns=COLUMNS)
-    write_atomic(options.out / "engines.csv", frame.to_csv(index=False, lineterminator="\n").encode())
-    write_json(options.out / "summary.json", flat)
-    print(json.dumps({"rows": len(frame), "names": len(flat)}))
-    return 0
+def devices_in(run: Run) -> set[str]:
+    """Return the names of the cards that a run was timed on."""
+    cells = [] if run.records is None else [cell["device"]["name"] for cell in run.records.cells]
+    return {record["device"]["name"] for record in run.served} | set(cells)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def write_tables(run: Run, out: Path) -> dict:
+    """Write tables/*.csv to `out`; return the summary."""
+    tables = tables_of(run)
+    (out / "tables").mkdir(parents=True, exist_ok=True)
+    for name, frame in tables.items():
+        write_atomic(out / f"tables/{name}.csv", frame.to_csv(index=False, lineterminator="\n").encode())
+    return summary_of(run, tables)
+
+
+def missing_entry(unit: str, reason: str) -> dict:
+    """Return the entry of a number that was not measured."""
+    return {"value": None, "low": None, "high": None, "n": 0, "unit": unit, "reason": reason}
+
+
+def _entry(row: dict, columns: tuple[str, str, str], unit: str) -> dict:
+    numbers = [None if row[name] is None or pd.isna(row[name]) else float(row[name]) for name in columns]
+    return dict(zip(("value", "low", "high"), numbers, strict=True)) | {"n": int(row["n"]), "unit": unit}

@@ -1,0 +1,260 @@
+"""Publish what ran inside SGLang as it came back from a GPU machine: steps, texts, cells, and what is missing."""
+
+import argparse
+import contextlib
+import json
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import yaml
+from engine_tables import read
+from engine_taus import engine_of
+from engines_readme import folder_text
+from inventory import write_inventory
+from packing import read_packed, write_packed
+from publish import pack, settle
+from summarise_engines import ARMS, CELLS, MARK, STEPS, devices_in, load_run, tables_of, write_tables
+
+from tfm.manifest import environment, sealed, sha256_file, write_json
+
+DESCRIPTION = """
+Reads --run, the folder into which everything was put that came back, under any names: files of bench_serving.py,
+check_serving.py and bench_engine.py, archives of serving.sh, and results/<suite>/ of served cells and of ours beside
+them. Without a file of bench_engine.py the steps of our engine are those of --ours. Writes --out anew, at most --limit
+bytes: raw steps and texts, records packed in one parquet a kind, tables, manifest, summary.json and README.md, and the
+inventory beside --out. What is not there is named with its reason: what a record says, or --stopped. NOTES.md in --out
+stays. Last line of stdout: one JSON object. Exit 2 on bad input.
+"""
+LIMIT = 250_000
+OURS = Path("results/published/graft-h200/steps/bench.json.gz")
+PARTS = ("steps", "ours", "first", "cells", "cells-ours")
+SUITES = ("results/engines", "results/engines-ours")
+KIND = {"served": {"arms", "options", "shape", "failed"}, "texts": {"arms", "wanted", "failed"}}
+KIND["ours"] = {"arms", "records", "weights_gib"}
+ALIKE = ("budget", "candidates", "accept", "new_tokens", "flag")
+OWN_KEYS = ("arm", "variant", "context", "round", "ms")
+VARIANTS = {"variant": "all:fused_cuda", "recurrent_variant": "all:recurrent_triton"}
+WORDS = 400  # of a failure, which may end with a server's log
+MACHINE_PATH = re.compile(r"(?<![\w./])/(?:[\w.+@=-]+/)+")
+
+
+def unpack(run: Path, out: Path) -> None:
+    """Put the archives' cells and those below `run` itself into `out`; logs stay behind."""
+    for archive in sorted(run.glob("*.tar.gz")) + sorted(run.glob("*.tgz")):
+        with tarfile.open(archive) as packed:
+            members = [one for one in packed.getmembers() if one.name.removeprefix("./").startswith("results/")]
+            packed.extractall(out, members, filter="data")
+    for suite in SUITES:
+        if (run / suite).is_dir():
+            shutil.copytree(run / suite, out / suite, dirs_exist_ok=True)
+
+
+def sort_files(run: Path) -> tuple[dict[str, list[tuple[str, dict]]], dict[str, str]]:
+    """Return kind -> (name, content) of the JSON files in a folder, and name -> reason of those that are left out."""
+    found, left_out = {kind: [] for kind in KIND}, {}
+    for path in sorted(run.glob("*.json")) + sorted(run.glob("*.json.gz")):
+        content = read(path)
+        kind = next((kind for kind, keys in KIND.items() if isinstance(content, dict) and keys <= set(content)), None)
+        if kind is None:
+            left_out[path.name] = "no file of a bench or a check"
+        elif kind == "served" and content["options"].get("layers"):
+            left_out[path.name] = f"a smoke run with {content['options']['layers']} layers: no time"
+        else:
+            found[kind].append((path.name, content))
+    return found, left_out
+
+
+def slim_served(record: dict, commit: str | None) -> dict:
+    """Return a file of bench_serving.py without its machine's paths; raises ValueError for unknown or dirty code."""
+    git = record.get("git") or {}
+    if git.get("dirty"):
+        raise ValueError("--run: a file of bench_serving.py was made by uncommitted code; commit it and time it again")
+    known = git.get("commit") or commit
+    if not known:
+        raise ValueError("--commit: a file of bench_serving.py names no commit; say which code ran")
+    arms = {
+        arm: {key: value for key, value in facts.items() if key != "cell"}
+        | {"cell": {key: value for key, value in facts["cell"].items() if key != "weights"}}
+        for arm, facts in record["arms"].items()
+    }
+    failed = {arm: plain(text) for arm, text in record["failed"].items()}
+    return without_paths({**record, "arms": arms, "failed": failed, "git": {"commit": known, "dirty": False}})
+
+
+def slim_ours(report: dict, contexts: set[int]) -> dict:
+    """Return of a file of bench_engine.py the whole steps of the arms that both engines have."""
+    wanted = set(VARIANTS.values())
+    records = [
+        {key: row[key] for key in OWN_KEYS if key in row}
+        for row in report["records"]
+        if "ms" in row and row["variant"] in wanted and row["arm"] in ARMS and row["context"] in contexts
+    ]
+    keys = {f"{row['arm']} {row['variant']}" for row in records}
+    kept = {key: report.get(key) for key in ("device", "weights_gib")}
+    kept["git"] = (report.get("environment") or {}).get("git")
+    return {**kept, "arms": {key: report["arms"][key] for key in sorted(keys)}, "records": records}
+
+
+def plain(text: str) -> str:
+    """Return a failure in one line, without a machine's folders."""
+    return MACHINE_PATH.sub("", " ".join(str(text).split()))[:WORDS]
+
+
+def without_paths(value):
+    """Return a JSON value without the texts that are absolute paths; what an engine says of itself holds some."""
+    if isinstance(value, dict):
+        return {key: without_paths(one) for key, one in value.items() if not _is_path(one)}
+    return value
+
+
+def _is_path(value) -> bool:
+    return isinstance(value, str) and value.startswith("/")
+
+
+def check_alike(served: list[tuple[str, dict]]) -> None:
+    """Raise ValueError when files to be laid beside each other differ in card, shape or work a step."""
+    for name, record in served[1:]:
+        first, other = served[0][1], record
+        pairs = {"card": [one["device"]["name"] for one in (first, other)], "shape": [first["shape"], other["shape"]]}
+        pairs |= {key: [one["options"].get(key) for one in (first, other)] for key in ALIKE}
+        for key, (one, two) in pairs.items():
+            if one != two:
+                raise ValueError(f"--run: {served[0][0]} and {name} differ in {key}; publish them apart")
+
+
+def planned_cells(root: Path, stopped: dict[str, str]) -> tuple[list[Path], list[dict]]:
+    """Return the cells that are whole, as paths in `root`, and those that a plan names beside them."""
+    here, missing = [], []
+    for suite in SUITES:
+        there = sorted(path.parent.relative_to(root) for path in root.glob(f"{suite}/cells/*/*/*/*/*/*/cell.json"))
+        here += there
+        plan = root / suite / "plan.json"
+        for cell in json.loads(plan.read_text(encoding="utf-8"))["cells"] if plan.is_file() else ():
+            if Path(cell["path"]) in there:
+                continue
+            side = engine_of(cell["engine"])
+            started = (root / cell["path"] / "done.jsonl").exists()
+            reason = stopped.get("cells" if side == "sglang" else "cells-ours", "not run")
+            row = {"path": cell["path"], "engine": side, "method": cell["decode"]["method"]}
+            row |= {"setting": cell["setting"], "reason": "begun and not finished" if started else reason}
+            missing.append(row)
+    return here, missing
+
+
+def pack_cells(root: Path, cells: list[Path], out: Path) -> None:
+    """Pack the records of cells, whose manifests lose the paths that their servers named and are sealed anew."""
+    with contextlib.chdir(root):  # cells are named by their paths in the suite
+        pack(cells, out)
+    packed = read_packed(out / CELLS)
+    packed["cells"] = [sealed(without_paths(cell)) for cell in packed["cells"]]
+    write_packed(out / CELLS, packed)
+
+
+def collect(options: argparse.Namespace, root: Path, out: Path) -> dict:
+    """Write all that tables are made of to `out`; return what was missing and how many of what were found."""
+    stopped = stops(options.stopped)
+    unpack(options.run, root)
+    files, left_out = sort_files(options.run)
+    check_alike(files["served"])
+    served = [slim_served(record, options.commit) for _, record in files["served"]]
+    contexts = {row["prompt_tokens"] for one in served for arm in one["arms"].values() for row in arm["rows"]}
+    ours, source = own_steps(files["ours"], options)
+    texts = []
+    for _, one in files["texts"]:
+        failed = {method: plain(why) for method, why in one["failed"].items()}
+        texts.append({**without_paths(one), "failed": failed})
+    slim = slim_ours(ours, contexts | {options.context}) if ours else None
+    write_packed(out / STEPS, {"served": served, "ours": slim, "texts": texts})
+    cells, missing = planned_cells(root, stopped)
+    if cells:
+        pack_cells(root, cells, out)
+    asked = {"context": options.context, "attention": options.attention, **VARIANTS, "stopped": stopped}
+    asked |= {"missing_cells": missing, "left_out": left_out, **source, "tests": last_line(options.run)}
+    write_json(out / MARK, asked)
+    if not (served or texts or cells or stopped):
+        raise ValueError(f"--run: {options.run} holds no file of a bench or check and no cell; say --stopped PART=WHY")
+    return {"served": len(served), "texts": len(texts), "cells": len(cells), "missing_cells": len(missing)}
+
+
+def own_steps(here: list[tuple[str, dict]], options: argparse.Namespace) -> tuple[dict | None, dict]:
+    """Return the file of bench_engine.py to lay beside, the run's own before --ours, and where it is from."""
+    if here:
+        return here[-1][1], {"ours_from": "the same run", "ours_sha256": None}
+    if not options.ours.is_file():
+        return None, {"ours_from": None, "ours_sha256": None}
+    found = read(options.ours)
+    source = {"ours_from": f"another run, {options.ours.as_posix()}", "ours_sha256": sha256_file(options.ours)}
+    return found.get(options.ours_key, found), source
+
+
+def stops(words: list[str]) -> dict[str, str]:
+    """Return part -> where it stopped; raises ValueError for a part that does not exist."""
+    found = dict(word.partition("=")[::2] for word in words)
+    wrong = [part for part, why in found.items() if part not in PARTS or not why]
+    if wrong:
+        raise ValueError(f"--stopped: {wrong[0]!r} is not allowed (allowed: PART=WHY, PART of {', '.join(PARTS)})")
+    return {part: plain(why) for part, why in found.items()}
+
+
+def last_line(run: Path) -> str | None:
+    """Return the last line of the plugin's GPU tests, where their log came back."""
+    log = run / "plugin-tests.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return plain(lines[-1]) if lines else None
+
+
+def publish(options: argparse.Namespace) -> dict:
+    """Write everything; return sizes and what is missing. Raises ValueError for too many bytes or damaged records."""
+    expected, out = yaml.safe_load(options.expected.read_text(encoding="utf-8")), options.out.resolve()
+    made = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        counts = collect(options, Path(scratch), made)
+    run = load_run(made, expected)
+    summary = write_tables(run, made)
+    write_json(made / "summary.json", summary)
+    (made / "README.md").write_text(folder_text(run, tables_of(run), summary), encoding="utf-8")
+    files = sorted(path for path in made.rglob("*") if path.is_file() and path.name != "README.md")
+    outputs = {path.relative_to(made).as_posix(): sha256_file(path) for path in files}
+    facts = {"outputs": outputs, "cards": sorted(devices_in(run)), "published_by": environment()}
+    write_packed(made / "manifest.json.gz", facts)
+    settled = settle(made, out, limit=options.limit)
+    if (out.parent / "inventory.json").is_file():
+        write_inventory(expected, out.parent, out.parent)
+    lacking = sorted(name for name, entry in summary.items() if entry["value"] is None)
+    return {"published": options.out.as_posix(), **settled, **counts, "without_value": lacking}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--run", required=True, type=Path, help="folder of all that came back")
+    add("--out", type=Path, default=Path("results/published/engines-h200"))
+    add(
+        "--ours",
+        type=Path,
+        default=Path("results/published/graft-h200/steps/bench.json.gz"),
+        help="steps of our engine",
+    )
+    add("--ours-key", default="tuned", help="entry of --ours, where it holds several (default: tuned)")
+    add("--commit", help="commit of the code where a file names none")
+    add("--stopped", nargs="+", default=[], metavar="PART=WHY", help=f"where a part stopped: {', '.join(PARTS)}")
+    add("--context", type=int, default=512, help="prompt length of the summary (default 512)")
+    add("--attention", default="triton", help="SGLang's attention backend of the summary (default triton)")
+    add("--expected", type=Path, default=Path("workflows/config/expected.yaml"))
+    add("--limit", type=int, default=LIMIT, help=f"bytes at most (default: {LIMIT})")
+    try:
+        print(json.dumps(publish(parser.parse_args(arguments))))
+    except ValueError as error:
+        print(f"publish_engines: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
