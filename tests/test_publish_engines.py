@@ -297,6 +297,13 @@ def test_steps_of_two_cards_or_budgets_are_not_laid_beside_each_other(tmp_path, 
         assert "publish them apart" in capsys.readouterr().err
 
 
+def test_another_engines_cells_are_not_taken_for_ours():
+    from engine_taus import engine_of
+
+    names = ("sglang", "sglang-paper", "torch", "torch-static", "vllm")
+    assert [engine_of(name) for name in names] == ["sglang", "sglang", "ours", "ours", "vllm"]
+
+
 def test_a_file_of_the_bench_itself_is_read(bench, tmp_path, monkeypatch):  # noqa: F811
     from served import fault
 

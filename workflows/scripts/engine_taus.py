@@ -11,8 +11,8 @@ PAIRS = (("tfm", "dflash"), ("tfm", "ddtree"), ("ddtree", "dflash"))
 
 
 def engine_of(name: str) -> str:
-    """Return which of the two engines a cell's is."""
-    return "sglang" if name.startswith("sglang") else "ours"
+    """Return whose engine a cell's is: sglang, ours, or another one's name."""
+    return "sglang" if name.startswith("sglang") else "ours" if name.startswith("torch") else name
 
 
 def per_engine(records: Records | None) -> dict[tuple[str, str, str], pd.DataFrame]:
@@ -93,13 +93,10 @@ def _lacks(run, key: tuple[str, str, str]) -> dict[str, str]:
 
 
 def _planned(found: dict) -> list[tuple[str, str, str]]:
-    more = sorted({method for _, method, _ in found} - set(METHODS))
-    return [
-        (engine, setting, method)
-        for engine in ("sglang", "ours")
-        for setting in SETTINGS
-        for method in (*METHODS, *more)
-    ]
+    both = ("sglang", "ours")
+    methods = (*METHODS, *sorted({method for engine, method, _ in found if engine in both} - set(METHODS)))
+    planned = [(engine, setting, method) for engine in both for setting in SETTINGS for method in methods]
+    return planned + [(engine, setting, method) for engine, method, setting in found if engine not in both]
 
 
 def inventory_summary(records: Records | None) -> dict:
