@@ -13,6 +13,7 @@ from baselines.methods import METHODS
 from baselines.serving import card
 from baselines.serving.reply import Arm, Watcher, order_is_known, to_trace
 from baselines.serving.server import Server
+from baselines.serving.site import text_sizes
 from baselines.serving.wire import ServerError
 from tfm import manifest
 from tfm.cells import CellWriter, rerun_command
@@ -113,8 +114,17 @@ def arm_of(cell: dict) -> Arm:
         return Arm(speculative=False, nodes=1, depth=0)
     if "budget" not in METHODS[method].knobs:
         depth = decode["depth"] or rows
-        return Arm(speculative=True, nodes=depth + 1, depth=depth)
+        return Arm(speculative=True, nodes=depth + 1, depth=depth, room=_room(cell))
     return Arm(speculative=True, nodes=decode["budget"] + 1, depth=None)
+
+
+def _room(cell: dict) -> int | None:
+    """Return the tokens within which vLLM drafts: its context, or the drafter's when that is shorter."""
+    context = cell["server"]["flags"].get("max-model-len")
+    if context is None:
+        return None
+    own = text_sizes(Path(cell["weights"]["drafter"])).get("max_position_embeddings")
+    return min(context, own) if isinstance(own, int) else context
 
 
 def facts_of(cell: dict, config: DecodeConfig, out: Path, *, start: float, commit: str | None) -> dict:

@@ -2,10 +2,12 @@
 
 import http.client
 import json
+import time
 from collections.abc import Iterator
 
 HOST = "127.0.0.1"
 DONE = "[DONE]"
+QUOTED = 300  # bytes of an answer that an error shows
 
 
 class ServerError(RuntimeError):
@@ -30,7 +32,7 @@ def get_json(port: int, path: str, *, timeout: float = 60) -> dict:
     status, data = call(port, "GET", path, timeout=timeout)
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if status != 200 or not isinstance(found, dict):
         raise ServerError(f"GET {path}: status {status}, {_brief(data)}")
@@ -40,8 +42,9 @@ def get_json(port: int, path: str, *, timeout: float = 60) -> dict:
 def stream(port: int, path: str, body: dict, *, timeout: float) -> Iterator[dict]:
     """Yield the objects of a streamed reply as they come; closing the generator closes the connection.
 
-    `timeout` is in seconds between two chunks. Raises ServerError for an error status, an error in a chunk, and a
-    stream that ends before its end mark: a server that died in mid-request.
+    `timeout` is in seconds between two chunks, whatever else is sent between them. Raises ServerError for an error
+    status, an error in a chunk, and a stream that ends before its end mark: a server that died in mid-request, or one
+    that answered with something else, which is quoted.
     """
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
     try:
@@ -49,18 +52,26 @@ def stream(port: int, path: str, body: dict, *, timeout: float) -> Iterator[dict
         reply = connection.getresponse()
         if reply.status != 200:
             raise ServerError(f"POST {path}: status {reply.status}, {_brief(reply.read())}")
+        since, other = time.monotonic(), b""
         while line := reply.readline():
             if not line.startswith(b"data:"):
+                other += line[: QUOTED - len(other)]
+                # a server that only keeps the connection alive makes no progress, and every line restarts the socket's
+                if time.monotonic() - since > timeout:
+                    raise ServerError(f"POST {path}: no chunk for {timeout:g} s, only {_brief(other.strip())}")
                 continue
             text = line[5:].strip().decode()
             if text == DONE:
                 return
             chunk = json.loads(text)
-            if "error" in chunk:
-                raise ServerError(f"POST {path}: {chunk['error']}")
+            if not isinstance(chunk, dict) or "error" in chunk or chunk.get("object") == "error":
+                found = chunk.get("error", text) if isinstance(chunk, dict) else text
+                raise ServerError(f"POST {path}: {_brief(str(found).encode())}")
             yield chunk
-        raise ServerError(f"POST {path}: the reply broke off before its end; the server died or gave up")
-    except (OSError, http.client.HTTPException, ValueError) as error:
+            since, other = time.monotonic(), b""
+        said = f"; it said {_brief(other.strip())}" if other.strip() else ""
+        raise ServerError(f"POST {path}: the reply broke off before its end; the server died or gave up{said}")
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         raise ServerError(f"POST {path}: the reply broke off ({type(error).__name__}: {error})") from error
     finally:
         connection.close()
@@ -71,4 +82,4 @@ def _encoded(body: dict | None) -> tuple[str | None, dict[str, str]]:
 
 
 def _brief(data: bytes) -> str:
-    return data[:300].decode(errors="replace") or "an empty body"
+    return " ".join(data[:QUOTED].decode(errors="replace").split()) or "an empty body"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from baselines.serving.reply import Reply, Watcher
+from baselines.serving.reply import Reply, Watcher, check_pace
 from baselines.serving.server import Launch
 from baselines.serving.site import checkpoint_folder, make_site, probe, read_config, text_sizes, with_fields
 from baselines.serving.wire import ServerError, get_json, stream
@@ -77,19 +77,24 @@ def generate(
     try:
         for chunk in chunks:
             # the whole output so far
-            tokens, meta = chunk["output_ids"], chunk["meta_info"]
-            fresh = tokens[len(reply.tokens) :]
+            tokens, meta, known = chunk["output_ids"], chunk["meta_info"], len(reply.tokens)
+            if tokens[:known] != reply.tokens:
+                raise ServerError(
+                    f"POST /generate: a chunk of {len(tokens)} tokens does not begin with the {known} sent before; the "
+                    "server streams what is new alone, or took tokens back"
+                )
+            fresh = tokens[known:]
             if not fresh and not meta.get("finish_reason"):
+                check_pace(reply, timeout)
                 continue
-            if fresh:
-                reply.chunks.append((time.perf_counter(), len(tokens)))
-            reply.tokens = list(tokens)
+            reply.take(fresh, time.perf_counter())
             _read_meta(reply, meta)
             over = watcher.take(fresh)
             if on_tokens is not None:
                 on_tokens(len(tokens))
             # a stop string is this project's: closing the stream aborts the request
             if over and watcher.config.stop and reply.finish is None:
+                reply.closed = True
                 break
     except (KeyError, TypeError) as error:
         raise ServerError(f"POST /generate: a chunk without {error}; is this SGLang {VERSION}?") from error
@@ -123,8 +128,9 @@ def facts(port: int, cell: dict) -> dict:
 
 def memory(port: int) -> dict:
     """Return what the server says of its memory (GiB by use)."""
-    states = get_json(port, "/server_info").get("internal_states") or [{}]
-    return {"memory_gib": states[0].get("memory_usage")}
+    states = get_json(port, "/server_info").get("internal_states")
+    first = states[0] if isinstance(states, list) and states else None
+    return {"memory_gib": first.get("memory_usage") if isinstance(first, dict) else None}
 
 
 def _body(prompt: Prompt, config: DecodeConfig) -> dict:
@@ -140,8 +146,8 @@ def _body(prompt: Prompt, config: DecodeConfig) -> dict:
 def _read_meta(reply: Reply, meta: dict) -> None:
     reason = meta.get("finish_reason")
     reply.finish = reason["type"] if isinstance(reason, dict) else reason
-    reply.prompt_tokens, reply.completion_tokens = meta.get("prompt_tokens"), meta.get("completion_tokens")
-    reply.cached_tokens = meta.get("cached_tokens")
+    reply.prompt_tokens, reply.completion_tokens = meta["prompt_tokens"], meta["completion_tokens"]
+    reply.cached_tokens = meta["cached_tokens"]
     reply.verify_steps = meta.get("spec_verify_ct")
     histogram = meta.get("spec_correct_drafts_histogram")
-    reply.histogram = None if histogram is None else [int(count) for count in histogram]
+    reply.histogram = None if histogram is None else list(histogram)

@@ -7,10 +7,11 @@ the totals after it less those before; the records say so.
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from baselines.serving.reply import Reply, Watcher
+from baselines.serving.reply import Reply, Watcher, check_pace
 from baselines.serving.server import Launch
 from baselines.serving.site import checkpoint_folder, probe, with_vocabulary
 from baselines.serving.wire import ServerError, call, get_json, stream
@@ -62,15 +63,15 @@ def generate(
                 continue
             choice = chunk["choices"][0]
             fresh = list(choice["token_ids"] or [])
-            reply.tokens += fresh
-            if fresh:
-                reply.chunks.append((time.perf_counter(), len(reply.tokens)))
+            reply.take(fresh, time.perf_counter())
+            check_pace(reply, timeout)
             reply.finish = choice["finish_reason"] or reply.finish
             over = watcher.take(fresh)
             if on_tokens is not None:
                 on_tokens(len(reply.tokens))
             # a stop string is this project's: closing the stream aborts the request
             if over and watcher.config.stop and reply.finish is None:
+                reply.closed = True
                 break
     except (KeyError, TypeError) as error:
         raise ServerError(f"POST /v1/completions: a chunk without {error}; is this vLLM {VERSION}?") from error
@@ -103,48 +104,81 @@ def memory(port: int) -> dict:
 def totals(port: int) -> dict | None:
     """Return the server's totals {drafts, accepted_tokens, by_position: [...]}; None when it counts no drafts.
 
-    Raises ServerError when some of them are there and others not.
+    Those of several engines of one server are added. Raises ServerError when some of them are there and others not, and
+    for a value that is no count.
     """
     status, data = call(port, "GET", "/metrics")
     if status != 200:
         raise ServerError(f"GET /metrics: status {status}; a counter that is missing is no zero")
-    found, places = {}, {}
-    for name, labels, value in COUNTER.findall(data.decode()):
+    found, places = Counter(), Counter()
+    for name, labels, value in COUNTER.findall(data.decode(errors="replace")):
         if name in TOTALS:
-            found[name] = int(float(value))
+            found[name] += _whole(name, value)
         elif name == "accepted_tokens_per_pos":
-            places[int(POSITION.search(labels)[1])] = int(float(value))
+            place = POSITION.search(labels)
+            if place is None:
+                raise ServerError(f"GET /metrics: {PREFIX}{name} without a position; is this vLLM {VERSION}?")
+            places[int(place[1])] += _whole(name, value)
     if not found and not places:
         return None
     lacking = [f"{PREFIX}{name}" for name in TOTALS if name not in found]
-    lacking += [] if places else [f"{PREFIX}accepted_tokens_per_pos"]
+    gaps = sorted(set(range(max(places, default=0) + 1)) - set(places))
+    if gaps:
+        lacking.append(f"{PREFIX}accepted_tokens_per_pos" + (f" of {', '.join(map(str, gaps))}" if places else ""))
     if lacking:
         raise ServerError(f"GET /metrics: no {', '.join(lacking)}; a counter that is missing is no zero")
     return {**found, "by_position": [places[place] for place in sorted(places)]}
+
+
+def _whole(name: str, value: str) -> int:
+    """Return a counter's value; raises ServerError for what is no whole number >= 0."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not (number >= 0 and number.is_integer()):  # NaN is not >= 0, inf no integer
+        raise ServerError(f"GET /metrics: {PREFIX}{name} is {value}; a count is a whole number >= 0")
+    return int(number)
 
 
 def _count(reply: Reply, before: dict, port: int) -> None:
     """Add a request's own counts: steps, and how many of them accepted how many drafts.
 
     A step too close to the context's end drafts nothing and is not counted by vLLM: it made one token, and the tokens
-    that the counted steps did not make tell how many there were. Raises ServerError when the totals stay behind.
+    that the counted steps did not make tell how many there were. Raises ServerError when the totals stay behind, fall,
+    or contradict each other.
     """
     until, after_first = time.monotonic() + SETTLE_SECONDS, len(reply.tokens) - 1
     while True:
         after = totals(port)
         if after is None:
             raise ServerError("GET /metrics: the counters of drafts are gone; the server was started again")
-        steps, accepted = after["drafts"] - before["drafts"], after["accepted_tokens"] - before["accepted_tokens"]
-        if steps + accepted >= after_first or time.monotonic() > until:
+        steps, accepted, exact = _since(before, after)
+        agree = min(exact) >= 0 and sum(place * count for place, count in enumerate(exact)) == accepted
+        if (agree and steps + accepted >= after_first) or time.monotonic() > until:
             break
         time.sleep(EVERY)
     if after_first and not steps:
         raise ServerError(f"GET /metrics: {after_first} tokens after the first and not one step counted; see its log")
-    reached = [late - early for late, early in zip(after["by_position"], before["by_position"], strict=True)]
-    exact = [more - less for more, less in zip([steps, *reached], [*reached, 0], strict=True)]
-    undrafted = max(0, after_first - steps - accepted)
-    reply.histogram = [exact[0] + undrafted, *exact[1:]]
-    reply.verify_steps = steps + undrafted
+    if not agree:
+        raise ServerError(
+            f"GET /metrics: {steps} steps that accepted {accepted} drafts, but by their number {exact}; the counters "
+            "contradict each other"
+        )
+    reply.undrafted = max(0, after_first - steps - accepted)
+    reply.histogram = [exact[0] + reply.undrafted, *exact[1:]]
+    reply.verify_steps = steps + reply.undrafted
+
+
+def _since(before: dict, after: dict) -> tuple[int, int, list[int]]:
+    """Return steps, accepted drafts and [h] -> steps that accepted h drafts; raises ServerError when a total fell."""
+    early, late = ([one["drafts"], one["accepted_tokens"], *one["by_position"]] for one in (before, after))
+    if len(early) != len(late) or any(more < less for less, more in zip(early, late, strict=True)):
+        raise ServerError(
+            f"GET /metrics: the totals went from {early} to {late}; none ever falls, so the server was started again"
+        )
+    steps, accepted, *reached = (more - less for less, more in zip(early, late, strict=True))
+    return steps, accepted, [more - less for more, less in zip([steps, *reached], [*reached, 0], strict=True)]
 
 
 def _body(prompt: Prompt, config: DecodeConfig) -> dict:
