@@ -1,6 +1,7 @@
 """Claim a card for a server without opening it: the runner holds no CUDA context beside the server's."""
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from tfm import device
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # nvidia-smi lists every card, whatever it says
 FIELDS = ("uuid", "name", "memory.total", "compute_cap", "driver_version")
 
 
@@ -16,26 +18,46 @@ FIELDS = ("uuid", "name", "memory.total", "compute_cap", "driver_version")
 def claim(kind: str) -> Iterator[tuple[dict[str, str], dict]]:
     """Hold a card, by the lock that decode_cell.py's cells take too; yield (environment of a server, facts).
 
-    A CPU needs none. Raises ValueError when this machine has no card.
+    A CPU needs none. Raises ValueError when this machine has no card, or CUDA_VISIBLE_DEVICES names none of its cards.
     """
     if kind == "cpu":
         yield {}, device.facts(torch.device("cpu"))
         return
     found = cards()
     if not found:
-        raise ValueError("device: 'cuda' was asked for, but nvidia-smi lists no card here; set device: cpu")
+        raise ValueError(
+            "device: 'cuda' was asked for, but nvidia-smi lists no card here that CUDA_VISIBLE_DEVICES "
+            f"({os.environ.get(VISIBLE, 'not set')}) lets us use; set device: cpu"
+        )
     locks = [Path(device.LOCKS) / f"tfm-gpu-{card['uuid'].removeprefix('GPU-')}.lock" for card in found]
     with device.lock_first_free(locks) as index:
         card = found[index]
         facts = {"kind": "cuda", "name": card["name"], "memory_gib": round(float(card["memory.total"]) / 1024, 1)}
         facts |= {"capability": card["compute_cap"], "driver": card["driver_version"]}
-        yield {"CUDA_VISIBLE_DEVICES": card["uuid"]}, {**facts, "torch_threads": torch.get_num_threads()}
+        yield {VISIBLE: card["uuid"]}, {**facts, "torch_threads": torch.get_num_threads()}
 
 
 def cards() -> list[dict[str, str]]:
-    """Return what nvidia-smi says of each card (memory in MiB); none where there is no driver."""
+    """Return what nvidia-smi says of each card that CUDA would see (memory in MiB); none where there is no driver."""
     rows = _query("--query-gpu=" + ",".join(FIELDS))
-    return [dict(zip(FIELDS, row, strict=True)) for row in rows]
+    found = [dict(zip(FIELDS, row, strict=True)) for row in rows]
+    return visible(found, os.environ.get(VISIBLE))
+
+
+def visible(found: list[dict[str, str]], names: str | None) -> list[dict[str, str]]:
+    """Return the cards that a value of CUDA_VISIBLE_DEVICES leaves, in its order; all where it is not set.
+
+    A name is a place in nvidia-smi's list or the start of a UUID; as for CUDA, the first that names no card ends it.
+    """
+    if names is None:
+        return found
+    chosen = []
+    for name in (word.strip() for word in names.split(",")):
+        fits = [card for place, card in enumerate(found) if name == str(place) or card["uuid"].startswith(name or " ")]
+        if len(fits) != 1 or fits[0] in chosen:
+            break
+        chosen += fits
+    return chosen
 
 
 def memory_used_mib(uuid: str) -> int:
