@@ -21,7 +21,7 @@ def request(name: str, accepted: list[int], *, index: int = 0, us: float | None 
     steps = [step(number, count, **fields) for number, count in enumerate(accepted)]
     tokens = list(range(1 + sum(count + 1 for count in accepted)))
     times = {"prefill_us": None, "decode_us": None} if us is None else {"prefill_us": prefill, "decode_us": us}
-    return RequestTrace(name, index, 5, tokens, "length", steps=steps, **times)
+    return RequestTrace(name, index, 5, tokens, "stop", steps=steps, **times)
 
 
 def arm(requests: list[RequestTrace], *, method: str = "tfm", dataset: str = "set", seed: int = 0):
@@ -29,7 +29,8 @@ def arm(requests: list[RequestTrace], *, method: str = "tfm", dataset: str = "se
     decode = {"method": method, "temperature": 1, "rule": "target_only", "budget": 4, "depth": None, "width": None}
     decode |= {"children": 8, "candidates": 64, "max_new_tokens": 48, "requests": 1, "gdn_backend": "solve"}
     cell = {"suite": "toy", "engine": "torch", "target": "toy", "dataset": dataset, "domain": "math", "variant": method}
-    cell |= {"setting": "t1", "seed": seed, "clock": "wall", "traced": False, "device": "cpu", "dtype": "float32"}
+    clock = "off" if requests[0].decode_us is None else "wall"
+    cell |= {"setting": "t1", "seed": seed, "clock": clock, "traced": False, "device": "cpu", "dtype": "float32"}
     cell |= {"reasoning": False, "template": "paper", "decode": decode}
     manifest = {"cell": cell, "device": {"name": "toy", "torch_threads": 1}, "environment": {"git": {"commit": None}}}
     manifest |= {"source_digest": "s", "cell_digest": "c", "prompts_sha256": "p"}

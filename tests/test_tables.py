@@ -1,6 +1,7 @@
 """Tables and the inventory beside the paper, on records small enough to check by hand."""
 
 import copy
+import re
 import sys
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import sanity
 import summary
 import tables
 from compare_paper import compare, to_markdown
-from make_tables import read_plan, readable, to_latex
+from make_tables import mixed, read_plan, readable, to_latex
 from make_tables import to_markdown as table_to_markdown
 from probe_records import Probe
 from publish import load_published
@@ -127,10 +128,13 @@ def test_the_first_measured_kernel_stands_in_the_inventory():
 
 def records(**changes) -> Records:
     """One tfm cell of three requests, with columns of one request or of its steps replaced."""
-    table, steps = arm([request(name, [2, 1], index=i) for i, name in enumerate("abc")])
+    table, steps = arm([request(name, [2, 1], index=i, us=1e6, prefill=1e5) for i, name in enumerate("abc")])
     table, steps = table.copy(), steps.copy()
+    table["output_tokens"], steps["method"] = table["output_tokens"].map(list), "tfm"
     for name, value in changes.items():
-        frame = table if name in table and name not in ("accepted", "accepted_untrimmed") else steps
+        frame = (
+            table if name in table and name not in ("accepted", "accepted_untrimmed", "expected_accepted") else steps
+        )
         frame[name] = frame.get(name, pd.Series(0, index=frame.index)).astype(object)
         frame.loc[frame.index[1], name] = value
     return Records([], table, steps, pd.DataFrame(), {})
@@ -152,6 +156,21 @@ def records(**changes) -> Records:
         ({"steps": 3}, "another count of steps than it has"),
         ({"id": "a"}, "a request that its cell holds twice"),
         ({"decode_us": -1.0}, "a time below 0 .decode_us."),
+        ({"wall_us": None}, "no time in a timed cell .wall_us."),
+        ({"prefill_us": float("inf")}, "no time in a timed cell .prefill_us."),
+        ({"wall_us": 9e6}, "a wall that is not prefill and decode"),
+        ({"wall_us": 0.0, "prefill_us": 0.0, "decode_us": 0.0}, "a wall of 0"),
+        ({"output_tokens": (1, 2)}, "another count of tokens than its text has"),
+        ({"output_sha256": "0"}, "a hash that is not its text's"),
+        ({"finish_reason": "abort"}, "an end that is neither stop nor length"),
+        ({"finish_reason": "length"}, "an end at the cap before the cap"),
+        ({"prompt_tokens": 0}, "a prompt without a token"),
+        ({"step": 0}, "a step that its request holds twice"),
+        ({"nodes": 66}, "a tree larger than its budget"),
+        ({"depth": 5}, "a tree deeper than its nodes"),
+        ({"expected_accepted": None}, "no lossless bound where the cell's other steps have one"),
+        ({"expected_accepted": float("inf")}, "a bound outside 0 to its depth"),
+        ({"expected_accepted": -1.0}, "a bound outside 0 to its depth"),
     ],
 )
 def test_a_missing_or_impossible_count_is_never_averaged(change, words):
@@ -159,6 +178,68 @@ def test_a_missing_or_impossible_count_is_never_averaged(change, words):
     sanity.check_rows(records())
     with pytest.raises(ValueError, match=f"cells/torch/toy/set/tfm/t1/seed0: .*{words}.* request .*snakemake"):
         sanity.check_rows(records(**change))
+
+
+def test_what_several_rows_must_agree_in_is_checked_between_them():
+    one, other = records(), records(prompt_tokens=6)
+    other.requests["cell"], other.steps["cell"] = 1, 1
+    both = Records(
+        [], *(pd.concat(pair, ignore_index=True) for pair in zip(frames(one), frames(other), strict=True)), {}
+    )
+    with pytest.raises(ValueError, match="another prompt_tokens than the same prompt of another arm"):
+        sanity.check_rows(both)
+    one.steps["method"], one.requests["method"] = "ar", "ar"
+    with pytest.raises(ValueError, match="a draft of ar, which has none"):
+        sanity.check_rows(one)
+    staged = records()
+    staged.requests["clock"], staged.steps["clock"], staged.steps["verify_us"] = "stages", "stages", 5.0
+    sanity.check_rows(staged)
+    staged.steps.loc[1, "verify_us"] = None
+    with pytest.raises(ValueError, match="no time of a stage that others have .verify_us."):
+        sanity.check_rows(staged)
+    lost = Records([{"path": "results/toy/cell"}], *frames(records()), {})
+    lost.steps.loc[1, "id"] = None
+    with pytest.raises(ValueError, match="results/toy/cell: 1 steps of requests that it has not"):
+        sanity.check_rows(lost)
+
+
+def frames(found: Records) -> tuple[pd.DataFrame, ...]:
+    return found.requests, found.steps, found.trees
+
+
+PUBLISHED = ROOT / "results/published/nano"
+
+
+@pytest.mark.parametrize(
+    "folder", sorted((ROOT / "results/published").glob("*/plan.json.gz")), ids=lambda p: p.parent.name
+)
+def test_published_records_are_their_plans_and_no_row_is_refused(folder):
+    assert mixed(read_plan(folder), load_published(folder.parent)) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(lambda r: r["cell"]["weights_sha256"].update(target="f"), "weights_sha256 .*'f'", id="weights"),
+        pytest.param(lambda r: r["cell"]["decode"].update(children=2), "children 8 in the plan, 2 in", id="children"),
+        pytest.param(lambda r: r["cell"]["decode"].update(temperature=0.5), "temperature .*0.5 in", id="temperature"),
+        pytest.param(
+            lambda r: r["cell"]["decode"].update(eos_tokens=[7]), "eos_tokens and stop: ..2., ...*7", id="eos"
+        ),
+        pytest.param(lambda r: r["cell"].update(prompts=99), "prompts 24 in the plan, 99 in", id="prompts"),
+        pytest.param(lambda r: r.update(prompts=99), "requests with a record 99 in the plan, 24 in", id="in_part"),
+        pytest.param(lambda r: r["cell"].update(variant="tfm-b7-w1"), "ar/t0/seed0: is not in the plan", id="foreign"),
+        pytest.param(
+            lambda r: r["device"].update(torch_threads=9), "torch_threads of timed cells: 1 and 9", id="threads"
+        ),
+    ],
+)
+def test_a_cell_of_other_settings_than_the_plans_is_in_no_table(change, words):
+    """Weights made again, a changed default, another end of text: such a cell's path is the plan's all the same."""
+    plan, found = read_plan(PUBLISHED / "plan.json.gz"), load_published(PUBLISHED)
+    change(next(cell for cell in found.cells if cell["cell"]["clock"] == "wall"))
+    problems = sanity.differing(plan["cells"], found) + tables.check_one_kind(found)
+    assert len(problems) == 1 and re.search(words, problems[0]), problems
 
 
 def test_a_speedup_over_part_of_the_prompts_says_over_how_many():

@@ -19,10 +19,12 @@ from summary import summary
 from tfm.cells import Records, load_cells
 from tfm.manifest import write_atomic, write_json
 
+LISTED = 3  # cells that an error names
 DESCRIPTION = """
 Reads plan.json and the records it lists (or, with --records, a published folder), checks every file's SHA-256, and
 writes tables/<name>.{csv,md,tex}, tables/captions.json and summary.json to --out. Refuses to mix suites, devices,
-types, or source digests of one method. Last line of stdout: one JSON object. Exit 2 on bad input.
+types, source digests of one method, or cells of other settings than the plan's. Last line of stdout: one JSON object.
+Exit 2 on bad input.
 """
 
 
@@ -67,15 +69,25 @@ def to_latex(frame: pd.DataFrame, text: str, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_tables(
-    plan: dict, records: Records, out: Path, *, probes: dict | None = None, allow_mixed: bool = False
-) -> list[str]:
-    """Write the suite's tables and summary; return their names. Raises ValueError for records that do not mix."""
+def mixed(plan: dict, records: Records) -> str:
+    """Return what in these records does not belong into one table, or is not the plan's; empty for nothing.
+
+    Raises ValueError without a cell, and for rows that no table may be made of.
+    """
     if not records.cells:
         raise ValueError(f"no cell of suite {plan['config']['suite']} is finished; run snakemake first")
     sanity.check_rows(records)
     sanity.check_prompts(records)
-    mix = "; ".join(tables.check_one_kind(records))
+    others = sanity.differing(plan["cells"], records)
+    more = [f"and {len(others) - LISTED} more cells"] if len(others) > LISTED else []
+    return "; ".join([*tables.check_one_kind(records), *others[:LISTED], *more])
+
+
+def write_tables(
+    plan: dict, records: Records, out: Path, *, probes: dict | None = None, allow_mixed: bool = False
+) -> list[str]:
+    """Write the suite's tables and summary; return their names. Raises ValueError for records that do not mix."""
+    mix = mixed(plan, records)
     if mix and not allow_mixed:
         raise ValueError(
             f"these records do not belong in one table ({mix}); rerun the older cells, or pass --allow-mixed"

@@ -1,10 +1,17 @@
 """What no table may be made of, and what a reader should be warned about."""
 
+import hashlib
+import json
+
+import numpy as np
 import pandas as pd
 
-from tfm.cells import Records, rerun_command
+from tfm.cells import STAGE_COLUMNS, Records, rerun_command
 
 FASTEST = 20  # a speedup above this is more likely a mistake than a result
+ROUNDING = 1e-3  # of sums of float32 probabilities, and of times
+TIMES = ("prefill_us", "decode_us", "wall_us")
+PLACE = ("suite", "engine", "target", "dataset", "variant", "setting", "seed")  # what a cell's path spells
 ZERO_RUN = 50  # steps in a row that accept nothing: the drafter may have lost its context
 LIVE_OVER_OFFLINE = 0.5  # a live first draft that is accepted less than this share of the offline guess is suspect
 # of a cell.json, what every number must be traceable to
@@ -27,6 +34,12 @@ def check_rows(records: Records) -> None:
     plus the token sampled at prefill.
     """
     rows, steps = records.requests, records.steps
+    lost = steps[steps["id"].isna()]
+    if len(lost):
+        raise ValueError(
+            f"{records.cells[lost['cell'].iloc[0]]['path']}: {len(lost)} steps of requests that it has not; make the "
+            "cell again"
+        )
     _refuse(rows, rows["steps"].isna() | rows["new_tokens"].isna(), "a request without a count of steps or tokens")
     _refuse(rows, (rows["new_tokens"] > 1) & (rows["steps"] < 1), "tokens without a verify pass")
     if "reasoning_tokens" in rows:
@@ -48,8 +61,83 @@ def check_rows(records: Records) -> None:
     own = own.fillna(0).set_index(rows.index)
     _refuse(rows, own["size"] != rows["steps"], "another count of steps than it has")
     _refuse(rows, own["sum"] + 1 != rows["new_tokens"], "another count of tokens than its steps emitted")
-    for name in ("prefill_us", "decode_us"):
-        _refuse(rows, rows[name].astype(float) < 0, f"a time below 0 ({name})")
+    _check_requests(rows)
+    _check_trees(rows, steps)
+    _check_times(rows, steps)
+
+
+def _check_requests(rows: pd.DataFrame) -> None:
+    """Refuse requests that are not what their cell decoded: other tokens, another end, another prompt."""
+    _refuse(rows, rows["output_tokens"].map(len) != rows["new_tokens"], "another count of tokens than its text has")
+    digests = rows["output_tokens"].map(lambda tokens: hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest())
+    _refuse(rows, digests != rows["output_sha256"], "a hash that is not its text's")
+    _refuse(rows, ~rows["finish_reason"].isin(["stop", "length"]), "an end that is neither stop nor length")
+    is_short = (rows["finish_reason"] == "length") & (rows["new_tokens"] != rows["max_new_tokens"])
+    _refuse(rows, is_short, "an end at the cap before the cap")
+    _refuse(rows, rows["prompt_tokens"] < 1, "a prompt without a token")
+    of_prompt = rows.groupby(["dataset", "reasoning", "prompts_sha256", "id"])
+    for name in ("index", "prompt_tokens"):
+        _refuse(rows, of_prompt[name].transform("nunique") > 1, f"another {name} than the same prompt of another arm")
+
+
+def _check_trees(rows: pd.DataFrame, steps: pd.DataFrame) -> None:
+    """Refuse steps of trees that cannot be, and bounds that no tree has."""
+    _refuse(steps, steps.duplicated(["cell", "request", "step"]), "a step that its request holds twice")
+    owner = steps[["cell", "request"]].merge(rows[["cell", "request", "budget"]], on=["cell", "request"], how="left")
+    drafted = steps["nodes"] - 1
+    _refuse(steps, (drafted > pd.to_numeric(owner["budget"]).set_axis(steps.index)), "a tree larger than its budget")
+    _refuse(steps, (drafted < 0) | (steps["depth"] < 0) | (steps["depth"] > drafted), "a tree deeper than its nodes")
+    _refuse(steps, (steps["method"] == "ar") & (drafted != 0), "a draft of ar, which has none")
+    bound = steps["expected_accepted"].astype(float)
+    is_none = bound.isna()
+    partly = is_none.groupby(steps["cell"]).transform("any") & ~is_none.groupby(steps["cell"]).transform("all")
+    _refuse(steps, partly & is_none, "no lossless bound where the cell's other steps have one")
+    _refuse(steps, (bound < 0) | (bound > steps["depth"].fillna(np.inf) + ROUNDING), "a bound outside 0 to its depth")
+
+
+def _check_times(rows: pd.DataFrame, steps: pd.DataFrame) -> None:
+    """Refuse timed requests whose times are missing, impossible or no sum, and stages of a part of a cell's steps."""
+    timed, times = rows["clock"] != "off", rows[list(TIMES)].astype(float)
+    for name in TIMES:
+        _refuse(rows, times[name] < 0, f"a time below 0 ({name})")
+        _refuse(rows, timed & ~np.isfinite(times[name]), f"no time in a timed cell ({name})")
+    _refuse(rows, timed & (times["wall_us"] <= 0), "a wall of 0")
+    parts = times["prefill_us"] + times["decode_us"]
+    _refuse(rows, (parts - times["wall_us"]).abs() > ROUNDING * parts, "a wall that is not prefill and decode")
+    staged = steps[steps["clock"] == "stages"]
+    for name in STAGE_COLUMNS:
+        column = staged[name].astype(float)
+        some = column.notna().groupby(staged["cell"]).transform("any")
+        _refuse(staged, (some & ~np.isfinite(column)) | (column < 0), f"no time of a stage that others have ({name})")
+
+
+def differing(plan: list[dict], records: Records) -> list[str]:
+    """Return each cell that is not the plan's: decoded with other settings or weights, in part, or not listed.
+
+    What a plan leaves to the run (ends of text) and settings that are newer than a record are not compared.
+    """
+    planned, problems = {_place(cell): cell for cell in plan}, []
+    found = records.requests.groupby("cell").size() if records.cells else {}
+    for number, record in enumerate(records.cells):
+        wanted, cell = planned.get(_place(record["cell"])), record["cell"]
+        if wanted is None:
+            problems.append(f"{record['path']}: is not in the plan")
+            continue
+        pairs = {key: (wanted[key], cell[key]) for key in wanted if key in cell and key not in ("decode", "weights")}
+        decode = {key: value for key, value in wanted["decode"].items() if key != "eos_tokens" or value}
+        pairs |= {key: (decode[key], cell["decode"][key]) for key in decode if key in cell["decode"]}
+        pairs["requests with a record"] = (record["prompts"], int(found.get(number, 0)))
+        words = [
+            f"{key} {one!r} in the plan, {other!r} in the record"
+            for key, (one, other) in pairs.items()
+            if json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True)
+        ]
+        problems += [f"{record['path']}: {', '.join(words)}"] if words else []
+    return problems
+
+
+def _place(cell: dict) -> tuple:
+    return tuple(cell[key] for key in PLACE)
 
 
 def check_prompts(records: Records) -> None:

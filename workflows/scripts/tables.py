@@ -1,5 +1,6 @@
 """The tables of a suite as frames: identity first, then value, interval and n; missing is empty with a reason."""
 
+import json
 from dataclasses import dataclass, field
 
 import arms
@@ -76,12 +77,21 @@ class Suite:
 
 
 def check_one_kind(records: Records) -> list[str]:
-    """Return the mixes that a table must not hold: suites, devices, types, and source digests within a method."""
+    """Return the mixes that a table must not hold: suites, devices, types, ends of text, threads of what is timed here,
+    and source digests within a method.
+    """
     problems, rows = [], records.requests
     for column in ("suite", "engine", "target", "device_name", "dtype", "template"):
         found = sorted(map(str, rows[column].unique()))
         if len(found) > 1:
             problems.append(f"{column}: {' and '.join(found)}")
+    cells = [(record, record["cell"]) for record in records.cells]
+    ends = {json.dumps([cell["decode"].get(key) for key in ("eos_tokens", "stop")]) for _, cell in cells}
+    # a server has threads of its own
+    timed = [record for record, cell in cells if cell["clock"] != "off" and "server" not in cell]
+    threads = {str(record["device"]["torch_threads"]) for record in timed}
+    for name, found in (("eos_tokens and stop", ends), ("torch_threads of timed cells", threads)):
+        problems += [f"{name}: {' and '.join(sorted(found))}"] if len(found) > 1 else []
     for method, group in rows.groupby("method"):
         found = sorted(digest[:12] for digest in group["source_digest"].unique())
         if len(found) > 1:
