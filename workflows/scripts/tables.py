@@ -118,7 +118,7 @@ def per_set(data: Suite) -> pd.DataFrame:
     """Return one row a dataset, variant and setting."""
     rows = []
     for dataset in data.config["datasets"]:
-        domain = next(cell["domain"] for cell in data.plan if cell["dataset"] == dataset)
+        domain = next((cell["domain"] for cell in data.plan if cell["dataset"] == dataset), None)
         for setting in data.settings:
             for name in data.headline.values():
                 fields = _speed_and_acceptance(data, name, setting=setting, dataset=dataset)
