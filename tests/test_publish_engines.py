@@ -180,6 +180,26 @@ def test_ratios_reach_across_calls_of_one_card_and_say_so(published):
     assert stated["over_ar"] == 1.353 and "not measured here" in stated["reason"]
 
 
+def test_an_arm_timed_again_is_shown_once_and_the_other_time_is_named(tmp_path):
+    for place, values in (("call1", [19.0, 19.4, 19.2]), ("call2", [21.0, 21.4, 21.2])):
+        (tmp_path / "run" / place).mkdir(parents=True)
+        bench_file(tmp_path / "run" / place / "steps.json", tfm=values)
+    assert call(tmp_path / "run", tmp_path / "out", "--commit", "a") == 0
+    assert summary_of(tmp_path / "out")["step_ms_sglang_tfm"]["value"] == 21.2
+    missing = pd.read_csv(tmp_path / "out/tables/missing.csv").set_index("what")["reason"]
+    assert missing["tfm of call1/steps.json"].startswith("timed again in call2/steps.json; its median was 19.20 ms")
+
+
+def test_a_copy_that_calls_itself_changed_needs_the_publishers_word(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    record = bench_file(tmp_path / "run/steps.json", ar=[14.0, 14.1])
+    (tmp_path / "run/steps.json").write_text(json.dumps(record | {"git": {"commit": "0ld0ld0", "dirty": True}}))
+    assert call(tmp_path / "run", tmp_path / "out") == 2 and "uncommitted" in capsys.readouterr().err
+    assert call(tmp_path / "run", tmp_path / "out", "--commit", "c0ffee1") == 0
+    readme = (tmp_path / "out/README.md").read_text()
+    assert "Commit c0ffee1" in readme and "copy of the code called itself 0ld0ld0, changed" in readme
+
+
 def test_a_chains_states_are_neither_the_fused_nor_the_recurrent_trees(published):
     summary = summary_of(published)
     assert summary["state_gib_fused"]["value"] == 0.21 and summary["state_gib_fused"]["arm"] == "tfm"
@@ -217,7 +237,8 @@ def test_engines_are_paired_by_prompt(published):
 def test_the_read_me_says_what_was_measured_and_what_was_not(published):
     readme = (published / "README.md").read_text()
     assert readme.startswith("# Inside SGLang: ") and "NVIDIA H200" in readme and (published / "NOTES.md").exists()
-    assert "| DFlash-TfM | 512 | 19.20 [19.00, 19.40] | 1.362 [" in readme and "| 20.20 [" in readme
+    assert "| DFlash-TfM | 512 | 19.20 [19.00, 19.40] | 1.362 [" in readme and "| 3.0 | 20.20 [" in readme
+    assert "1.003 [0.990, 1.016] | 3.0 | 20.20" in readme
     assert "| DDTree | 512 | missing |" in readme and "dflash: 19.84 ms, 1.353" in readme
     assert "within 1.4 x ar's inside SGLang: 1.362 [" in readme and ", met.**" in readme
     assert "8 passed in 63.10s" in readme and "Commit c0ffee1" in readme and "64 layers" in readme

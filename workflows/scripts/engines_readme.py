@@ -10,10 +10,10 @@ from baselines.sglang.flags import VERSION
 GOAL = "step_over_ar_sglang_tfm"
 ABOUT = """\
 SGLang {version} with this project's plugin (`baselines/sglang`), one request at a time, CUDA graphs, page size 1, the
-synchronous scheduler and the same flags for every arm. **Steps** are of random weights at the 27B's shape with forced
-acceptance, which changes the work of neither draft nor verify: they say what a step costs and nothing of tokens.
-**Tokens a step** are of the mini family with its trained weights, bfloat16, and say nothing of the 27B's speed. The two
-are never multiplied here."""
+synchronous scheduler and the same flags for every arm. **Steps** are of random weights at the 27B's shape, where every
+step accepts a given number of drafts, or as many as a path of the random tree has: they say what a step costs and
+nothing of tokens. **Tokens a step** are of the mini family with its trained weights, bfloat16, and say nothing of the
+27B's speed. The two are never multiplied here."""
 MADE = """\
 This file is written by `workflows/scripts/publish_engines.py` from the tables beside it, which `snakemake
 rebuild_published` makes again from the records; notes by hand stand in NOTES.md."""
@@ -57,19 +57,22 @@ def _when(run: Run) -> str:
             f"target of {shape['num_hidden_layers']} layers, hidden size {shape.get('hidden_size', 'of mini')}"
         )
         words.append(
-            f"budget {options['budget']}, K = {options['candidates']}, {options['accept']} drafts accepted a step"
+            f"budget {options['budget']}, K = {options['candidates']}, {options['accept']} drafts to be accepted"
         )
         words.append(f"{options['new_tokens']} new tokens a request, {options['repeats']} requests a context")
     if cells:
         prompts = run.records.requests.groupby("dataset")["id"].nunique()
         words.append("cells over " + ", ".join(f"{name} ({count} prompts)" for name, count in prompts.items()))
+    said = {str(record["git"]["said"].get("commit"))[:7] for record in run.served if record["git"]["said"].get("dirty")}
+    words += [f"the machine's copy of the code called itself {', '.join(sorted(said))}, changed" if said else ""]
     tests = f" The plugin's own parts on that GPU: {run.asked['tests']}." if run.asked["tests"] else ""
     return "; ".join(word for word in words if word) + "." + tests
 
 
 def _steps(run: Run, steps: pd.DataFrame) -> str:
     served = f"SGLang ({run.asked['attention']} attention), ms"
-    lines = [["arm", "context", served, "over its ar", "ours, ms", "over our ar", "stated, over ar"]]
+    lines = [["arm", "context", served, "over its ar", "over its chain", "accepted", "ours, ms", "over our ar"]]
+    lines[0] += ["over our chain", "stated, over ar"]
     chosen = steps[steps["attention"].isin([run.asked["attention"], "ours"])]
     by = {(row["engine"], row["arm"], row["context"]): row for row in chosen.to_dict("records")}
     stated = {row["arm"]: row for row in steps[steps["engine"] == "sglang, as stated"].to_dict("records")}
@@ -77,13 +80,19 @@ def _steps(run: Run, steps: pd.DataFrame) -> str:
         names = list(dict.fromkeys(arm for _, arm, at in by if at == context))
         for arm in sorted(names, key=lambda arm: ("-" in arm, (*ARMS, arm).index(arm.split("-")[0]))):
             pair = [by.get((engine, arm, context), {}) for engine in ("sglang", "ours")]
-            cells = [cell for row in pair for cell in (_value(row, "step_ms", "low", "high", 2), _ratio(row))]
+            cells = [cell for row in pair for cell in _measured(row)]
+            cells.insert(3, _number(pair[0].get("accepted"), 1))
             beside = stated.get(arm, {}) if context == run.asked["context"] else {}
             lines.append([_label(arm), f"{context:.0f}", *cells, _ratio(beside)])
     others = [f"{row['arm']}: {row['step_ms']:g} ms, {row['over_ar']:g}" for row in stated.values()]
     source = f"{run.stated['source']}, attention {run.stated['attention']}" if others else ""
     source = f"\n\n*Stated, not measured here ({source}): {'; '.join(others)}.*" if others else ""
     return _table(lines) + source
+
+
+def _measured(row: dict) -> tuple[str, str, str]:
+    chain = _value(row, "over_chain", "over_chain_low", "over_chain_high", 3)
+    return _value(row, "step_ms", "low", "high", 2), _ratio(row), chain
 
 
 def _goal(run: Run, summary: dict) -> str:

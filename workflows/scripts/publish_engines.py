@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import shutil
+import statistics
 import sys
 import tarfile
 import tempfile
@@ -44,7 +45,7 @@ MACHINE_PATH = re.compile(r"(?<![\w./])/(?:[\w.+@=-]+/)+")
 
 def unpack(run: Path, out: Path) -> None:
     """Put the archives' cells and those below `run` itself into `out`; logs stay behind."""
-    for archive in sorted(run.glob("*.tar.gz")) + sorted(run.glob("*.tgz")):
+    for archive in files_of(run, ".tar.gz", ".tgz"):
         with tarfile.open(archive) as packed:
             members = [one for one in packed.getmembers() if one.name.removeprefix("./").startswith("results/")]
             packed.extractall(out, members, filter="data")
@@ -53,36 +54,45 @@ def unpack(run: Path, out: Path) -> None:
             shutil.copytree(run / suite, out / suite, dirs_exist_ok=True)
 
 
+def files_of(run: Path, *endings: str) -> list[Path]:
+    """Return the files of a folder and of a call's folder in it, sorted; nothing of results/."""
+    found = sorted(path for path in [*run.glob("*"), *run.glob("*/*")] if path.name.endswith(endings))
+    return [path for path in found if path.is_file() and path.parent.name != "results"]
+
+
 def sort_files(run: Path) -> tuple[dict[str, list[tuple[str, dict]]], dict[str, str]]:
     """Return kind -> (name, content) of the JSON files in a folder, and name -> reason of those that are left out."""
     found, left_out = {kind: [] for kind in KIND}, {}
-    for path in sorted(run.glob("*.json")) + sorted(run.glob("*.json.gz")):
-        content = read(path)
+    for path in files_of(run, ".json", ".json.gz"):
+        content, name = read(path), path.relative_to(run).as_posix()
         kind = next((kind for kind, keys in KIND.items() if isinstance(content, dict) and keys <= set(content)), None)
         if kind is None:
-            left_out[path.name] = "no file of a bench or a check"
+            left_out[name] = "no file of a bench or a check"
         elif kind == "served" and content["options"].get("layers"):
-            left_out[path.name] = f"a smoke run with {content['options']['layers']} layers: no time"
+            left_out[name] = f"a smoke run with {content['options']['layers']} layers: no time"
         else:
-            found[kind].append((path.name, content))
+            found[kind].append((name, content))
     return found, left_out
 
 
 def slim_served(record: dict, commit: str | None) -> dict:
-    """Return a file of bench_serving.py without its machine's paths; raises ValueError for unknown or dirty code."""
+    """Return a file of bench_serving.py without its machine's paths; raises ValueError where nobody names its code.
+
+    A copy of a checkout may name an older commit and call itself changed: `commit` is then the publisher's word, and
+    what the file said stays beside it.
+    """
     git = record.get("git") or {}
-    if git.get("dirty"):
-        raise ValueError("--run: a file of bench_serving.py was made by uncommitted code; commit it and time it again")
-    known = git.get("commit") or commit
-    if not known:
-        raise ValueError("--commit: a file of bench_serving.py names no commit; say which code ran")
+    known = commit or git.get("commit")
+    if not known or (git.get("dirty") and not commit):
+        says = "names no commit" if not known else "is of code that its machine calls uncommitted"
+        raise ValueError(f"--commit: a file of bench_serving.py {says}; say which commit's code ran")
     arms = {
         arm: {key: value for key, value in facts.items() if key != "cell"}
         | {"cell": {key: value for key, value in facts["cell"].items() if key != "weights"}}
         for arm, facts in record["arms"].items()
     }
     failed = {arm: plain(text) for arm, text in record["failed"].items()}
-    return without_paths({**record, "arms": arms, "failed": failed, "git": {"commit": known, "dirty": False}})
+    return without_paths({**record, "arms": arms, "failed": failed, "git": {"commit": known, "said": git}})
 
 
 def slim_ours(report: dict, contexts: set[int]) -> dict:
@@ -126,6 +136,20 @@ def check_alike(served: list[tuple[str, dict]]) -> None:
                 raise ValueError(f"--run: {served[0][0]} and {name} differ in {key}; publish them apart")
 
 
+def repeated(served: list[tuple[str, dict]]) -> dict[str, str]:
+    """Return the arms of earlier files that a later one timed again, and which therefore stand in no table."""
+    found, last = {}, {}
+    for name, record in served:
+        for arm, facts in record["arms"].items():
+            if arm in last:
+                ms = statistics.median(row["step_ms"] for row in last[arm][1]["rows"])
+                found[f"{arm} of {last[arm][0]}"] = (
+                    f"timed again in {name}; its median was {ms:.2f} ms over all contexts"
+                )
+            last[arm] = name, facts
+    return found
+
+
 def planned_cells(root: Path, stopped: dict[str, str]) -> tuple[list[Path], list[dict]]:
     """Return the cells that are whole, as paths in `root`, and those that a plan names beside them."""
     here, missing = [], []
@@ -160,6 +184,7 @@ def collect(options: argparse.Namespace, root: Path, out: Path) -> dict:
     unpack(options.run, root)
     files, left_out = sort_files(options.run)
     check_alike(files["served"])
+    left_out |= repeated(files["served"])
     served = [slim_served(record, options.commit) for _, record in files["served"]]
     contexts = {row["prompt_tokens"] for one in served for arm in one["arms"].values() for row in arm["rows"]}
     ours, source = own_steps(files["ours"], options)
@@ -202,8 +227,8 @@ def stops(words: list[str]) -> dict[str, str]:
 
 def last_line(run: Path) -> str | None:
     """Return the last line of the plugin's GPU tests, where their log came back."""
-    log = run / "plugin-tests.log"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    logs = [path for path in files_of(run, "plugin-tests.log", "test_sglang_plugin.log")]
+    lines = [line for log in logs for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     return plain(lines[-1]) if lines else None
 
 

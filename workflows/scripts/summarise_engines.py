@@ -24,8 +24,17 @@ SEED, RESAMPLES = 20260617, 2000
 STATES = {"ssm_state": "committed_state_gib", "conv_state": "committed_window_gib", "plugin": "plugin_gib"}
 STATES |= {"intermediate_ssm_state_cache": "node_states_gib", "intermediate_conv_window_cache": "node_windows_gib"}
 KEYS = {
-    "steps": ["engine", "arm", "attention", "context", "step_ms", "low", "high", "n", "n_of", "steps_each"]
-    + ["over_ar", "over_ar_low", "over_ar_high", "ar_from", "reason"],
+    "steps": ["engine", "arm", "attention", "context", "step_ms", "low", "high", "n", "n_of", "steps_each", "accepted"]
+    + [
+        "over_ar",
+        "over_ar_low",
+        "over_ar_high",
+        "ar_from",
+        "over_chain",
+        "over_chain_low",
+        "over_chain_high",
+        "reason",
+    ],
     "memory": ["engine", "arm", "card_mib", "weights_gib", "kv_gib", "beside_weights_gib", *STATES.values(), "reason"],
     "tau": ["engine", "method", "setting", "dataset", "tau", "low", "high", "n", "accepted", "accepted_low"]
     + ["accepted_high", "tau_pooled", "ms_a_step", "reason"],
@@ -98,6 +107,8 @@ def served_rows(run: Run) -> list[dict]:
         row = {"engine": "sglang", "arm": arm, "attention": attention, "context": context, "n_of": "requests"}
         row |= _named(estimate(part["step_ms"].tolist()), "step_ms", "low", "high")
         row |= {"n": len(part), "steps_each": float(part["steps"].median()), "reason": ""}
+        # the first token is prefill's, and each step's last one is no draft
+        row["accepted"] = float(((part["new_tokens"] - 1) / part["steps"] - 1).median()) if arm != "ar" else None
         if arm == "ar":
             row |= {"over_ar": 1.0, "ar_from": "itself"}
         elif base := found.get((attention, "ar", context)):
@@ -106,6 +117,10 @@ def served_rows(run: Run) -> list[dict]:
             row["ar_from"] = "the same call" if base[0] == number else "another call"
         else:
             row["reason"] = "no ratio: ar was not timed with this attention and context"
+        chain = found.get((attention, "dflash", context))
+        if chain and arm not in ("ar", "dflash"):
+            ratio = estimate(part["step_ms"].tolist(), chain[1]["step_ms"].tolist())
+            row |= _named(ratio, "over_chain", "over_chain_low", "over_chain_high")
         rows.append(row)
     contexts = sorted({context for _, _, context in found} | {run.asked["context"]})
     measured = {(arm, context) for attention, arm, context in found if attention == run.asked["attention"]}
@@ -139,6 +154,10 @@ def own_rows(run: Run) -> list[dict]:
         elif ar is not None and len(ar) == len(rounds):
             row |= dict(zip(("over_ar", "over_ar_low", "over_ar_high"), interval(rounds, ar), strict=True))
             row["ar_from"] = "the same rounds"
+        chain = base.get(("dflash", context))
+        if chain and len(chain) == len(rounds) and arm not in ("ar", "dflash"):
+            names = ("over_chain", "over_chain_low", "over_chain_high")
+            row |= dict(zip(names, interval(rounds, chain), strict=True))
         else:
             row["reason"] = "no ratio: ar was not timed beside it"
         rows.append(row)
