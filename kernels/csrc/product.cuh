@@ -91,7 +91,7 @@ struct Source {
 // token r at c ^ (r mod 8): the eight rows that one phase of ldmatrix reads (multiply_half) then lie in different banks.
 // Rows and columns past the end become zeros, and their addresses are not read.
 template <class P>
-__device__ __forceinline__ void bring(unsigned char* stage, const Source<P>& from, int rows, int inner, uint64_t policy) {
+__device__ __forceinline__ void bring(unsigned char* stage, const Source<P>& from, int rows, int inner) {
   constexpr int ROWS_A_TURN = Source<P>::ROWS_A_TURN;
   const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
   unsigned char* to = stage + first * ROW + (chunk ^ ((first & 1) | (first >> 1 & 6))) * 16;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void bring(unsigned char* stage, const Source<P>& fro
   const __nv_bfloat16* row = from.weight;
 #pragma unroll
   for (int r = 0; r < P::BLOCK; r += ROWS_A_TURN, row += from.weight_turn) {
-    copy_async_16_once(to + r * ROW, row, first + r < left, policy);
+    copy_async_16(to + r * ROW, row, first + r < left);
   }
   to = stage + P::WEIGHT_BYTES + first * ROW + (chunk ^ (first & 7)) * 16;
   row = from.tokens;
@@ -211,7 +211,6 @@ __global__ void __launch_bounds__(32 * SLICES * GROUPS, 1)
   const int program = blockIdx.x, lane = threadIdx.x % 32;
   const int slice = threadIdx.x / 32 % SLICES, group = threadIdx.x / 32 / SLICES;
   const int count = deal.whole * deal.steps + deal.begin(program + 1) - deal.begin(program);
-  const uint64_t policy = policy_read_once();
   float sums[TALL][TILES][4] = {};
   const Lane own(TALL, P::WEIGHT_BYTES, slice, GROUPS == 1 ? 0 : group);
   Place at = place_of(deal, program, 0), ahead = at;
@@ -220,7 +219,7 @@ __global__ void __launch_bounds__(32 * SLICES * GROUPS, 1)
   // brings step `local` and turns to the next
   const auto bring_next = [&](int local, unsigned char* stage) {
     if (local < count) {
-      bring<P>(stage, source, rows, inner, policy);
+      bring<P>(stage, source, rows, inner);
       source.step_on();
       if (++ahead.step == deal.steps) {
         ahead = place_of(deal, program, local + 1);

@@ -5,8 +5,6 @@
 
 namespace tfm {
 
-inline uint64_t policy_read_once() { return 0; }
-
 inline void land(const emulator::Copy& copy) {
   if (copy.to) copy.from ? memcpy(copy.to, copy.from, 16) : memset(copy.to, 0, 16);
 }
@@ -16,7 +14,6 @@ inline void copy_in_group(void* to, const void* from, bool real) {
   if (emulator::order() % 2) return land(copy);
   emulator::block->fibers[emulator::block->current].copies.push_back(copy);
 }
-inline void copy_async_16_once(void* to, const void* from, bool real, uint64_t) { copy_in_group(to, from, real); }
 
 // nothing to nowhere ends a group
 inline void commit_copies() { emulator::block->fibers[emulator::block->current].copies.push_back({nullptr, nullptr}); }
