@@ -1,7 +1,7 @@
 """README.md of a published run of engines: what ran, its numbers beside each other, and what is missing."""
 
 import pandas as pd
-from engine_taus import SETTINGS
+from engine_taus import SETTINGS, engine_of
 from make_figures import LABELS
 from summarise_engines import ARMS, RECURRENT, Run, devices_in
 
@@ -27,9 +27,9 @@ in its place. GiB as the server logs them. The card's memory in use holds the po
 fills up to a share of the card in every arm."""
 TAU_NOTE = """\
 Mean over prompts of new tokens / steps, then over sets; 95 % intervals by drawing prompts, the difference paired by
-prompt. Ours is the PyTorch loop. The plugin's trees draw the loop's noise of (seed, prompt, position) at T = 1, and
-SGLang's own ar and chain their own, so that their texts differ there. In bfloat16 near ties part texts that are the
-same in float32."""
+prompt. Ours is the PyTorch loop; for ar a token is a step. The plugin's trees draw the loop's noise of (seed, prompt,
+position) at T = 1, and SGLang's own ar and chain their own, so that their texts differ there. In bfloat16 near ties
+part texts that are the same in float32."""
 
 
 def folder_text(run: Run, tables: dict[str, pd.DataFrame], summary: dict) -> str:
@@ -38,7 +38,7 @@ def folder_text(run: Run, tables: dict[str, pd.DataFrame], summary: dict) -> str
     parts += [ABOUT.format(version=VERSION), _when(run), MADE]
     parts += ["## Milliseconds a step", _steps(run, tables["steps"]), _goal(run, summary), _steps_note(run)]
     parts += ["## Memory", _memory(tables["memory"]), MEMORY_NOTE]
-    parts += ["## Tokens a step", _taus(tables), TAU_NOTE, _paired(tables["pairs"])]
+    parts += ["## Tokens a step", _taus(tables), _where(run), TAU_NOTE, _paired(tables["pairs"])]
     parts += ["## Greedy texts inside SGLang against the target's own", _texts(tables["texts"])]
     parts += ["## Missing", _missing(tables["missing"])]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -47,6 +47,7 @@ def folder_text(run: Run, tables: dict[str, pd.DataFrame], summary: dict) -> str
 def _when(run: Run) -> str:
     commits = {str(record["git"]["commit"])[:7] for record in run.served}
     cells = run.records.cells if run.records is not None else []
+    cells = [cell for cell in cells if engine_of(cell["cell"]["engine"]) == "sglang"]
     commits |= {str(cell["environment"]["git"]["commit"])[:7] for cell in cells}
     days = sorted({cell["ended"][:10] for cell in cells})
     words = [f"Commit {', '.join(sorted(commits))}" if commits else "", " to ".join(sorted({*days[:1], *days[-1:]}))]
@@ -150,6 +151,18 @@ def _taus(tables: dict[str, pd.DataFrame]) -> str:
             cells += [_value(pair, "value", "low", "high", 2) if pair["n"] else "", same]
             lines.append([setting[1:], _label(method), *cells])
     return _table(lines)
+
+
+def _where(run: Run) -> str:
+    found: dict[tuple, set] = {}
+    for cell in run.records.cells if run.records is not None else ():
+        settings, git = cell["cell"], cell["environment"]["git"]
+        place = engine_of(settings["engine"]), settings["engine"], settings["dtype"], cell["device"]["name"]
+        found.setdefault(place, set()).add(str(git["commit"])[:7])
+    words = []
+    for (side, engine, dtype, card), commits in sorted(found.items()):
+        words.append(f"{side}: engine {engine}, {dtype}, {card}, commit {', '.join(sorted(commits))}")
+    return "; ".join(words) + "." if words else ""
 
 
 def _paired(pairs: pd.DataFrame) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from engine_tables import interval, samples_of
 from engine_taus import METHODS as ARMS
-from engine_taus import SETTINGS, pair_rows, per_engine, tau_rows
+from engine_taus import SETTINGS, engine_of, pair_rows, per_engine, tau_rows
 from packing import read_packed
 from publish import load_published
 
@@ -319,9 +319,10 @@ def summary_of(run: Run, tables: dict[str, pd.DataFrame]) -> dict:
 
 
 def devices_in(run: Run) -> set[str]:
-    """Return the names of the cards that a run was timed on."""
-    cells = [] if run.records is None else [cell["device"]["name"] for cell in run.records.cells]
-    return {record["device"]["name"] for record in run.served} | set(cells)
+    """Return the names of the cards that SGLang served on."""
+    cells = [] if run.records is None else run.records.cells
+    served = {cell["device"]["name"] for cell in cells if engine_of(cell["cell"]["engine"]) == "sglang"}
+    return {record["device"]["name"] for record in run.served} | served
 
 
 def write_tables(run: Run, out: Path) -> dict:
