@@ -243,6 +243,8 @@ def test_the_read_me_says_what_was_measured_and_what_was_not(published):
     assert "within 1.4 x ar's inside SGLang: 1.362 [" in readme and ", met.**" in readme
     assert "8 passed in 63.10s" in readme and "Commit c0ffee1" in readme and "64 layers" in readme
     assert "another run" in readme and "did not stand beside each other" in readme
+    # the fake server says the same tokens whatever it drafts; the loop decodes a model
+    assert "| 0 | DFlash-TfM | 3.00 [3.00, 3.00] | 3 | 3 of 3 | " in readme and "| 0 of 3 |" in readme
     assert "ours: engine torch, float32, " in readme and "sglang: engine sglang, bfloat16, " in readme
     assert "| DFlash-TfM | 3 | 1 | 1 | 1: different | token 7 (0.010; 0.020); token 7 (4.500; 0.020) |" in readme
 

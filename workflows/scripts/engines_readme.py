@@ -139,7 +139,8 @@ def _taus(tables: dict[str, pd.DataFrame]) -> str:
     beside = {
         (row["one"], row["setting"]): row for row in pairs[pairs["number"] == "tau difference"].to_dict("records")
     }
-    lines = [["T", "method", "SGLang", "n", "ours", "n", "SGLang - ours", "same texts"]]
+    with_ar = {(row["one"], row["setting"]): row for row in pairs[pairs["number"] == "same tokens"].to_dict("records")}
+    lines = [["T", "method", "SGLang", "n", "texts of SGLang's ar", "ours", "n", "SGLang - ours", "texts of ours"]]
     for setting in SETTINGS:
         for method in dict.fromkeys(whole["method"]):
             cells = []
@@ -147,10 +148,14 @@ def _taus(tables: dict[str, pd.DataFrame]) -> str:
                 row = by.get((engine, method, setting), {"n": 0})
                 cells += [_value(row, "tau", "low", "high", 2) or "missing", f"{row['n']:.0f}"]
             pair = beside.get((f"sglang {method}", setting), {"n": 0})
-            same = f"{pair['same_tokens']:.0f} of {pair['outputs']:.0f}" if pair["n"] else ""
-            cells += [_value(pair, "value", "low", "high", 2) if pair["n"] else "", same]
+            cells.insert(2, _same(with_ar.get((f"sglang {method}", setting), {"n": 0})))
+            cells += [_value(pair, "value", "low", "high", 2) if pair["n"] else "", _same(pair)]
             lines.append([setting[1:], _label(method), *cells])
     return _table(lines)
+
+
+def _same(pair: dict) -> str:
+    return f"{pair['same_tokens']:.0f} of {pair['outputs']:.0f}" if pair["n"] else ""
 
 
 def _where(run: Run) -> str:
@@ -167,10 +172,12 @@ def _where(run: Run) -> str:
 
 def _paired(pairs: pd.DataFrame) -> str:
     known = pairs[(pairs["n"] > 0) & pairs["number"].str.endswith("ratio")]
-    lines = [["T", "pair", "number", "ratio", "n"]]
+    lines = [["T", "pair", "number", "ratio", "n", "same texts"]]
     for row in known.to_dict("records"):
         names = [f"{row['one']} / {row['other'].split(' ')[1]}", row["number"].removesuffix(" ratio")]
-        lines.append([row["setting"][1:], *names, _value(row, "value", "low", "high", 3), f"{row['n']:.0f}"])
+        lines.append(
+            [row["setting"][1:], *names, _value(row, "value", "low", "high", 3), f"{row['n']:.0f}", _same(row)]
+        )
     return _table(lines) if len(lines) > 1 else ""
 
 
