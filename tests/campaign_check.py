@@ -33,7 +33,7 @@ process, its tables), bench.py's CUDA-graph times, and check.py, which has to pa
 launch the CUDA kernel of tree verification twice, compiles and times it, and calls check.py again, which has to fail by
 that kernel's name and by nothing else. Needs {PLAN} and the prompts beside it (`snakemake {PLAN}
 results/ci/prompts/nano/sample-{{chat,math,code}}.jsonl --cores 1 --configfile workflows/config/ci.yaml`), nvcc, and the
-packages of run_cells.py with pytest, pytest-xdist, jsonschema and seaborn. Writes summary.json to --out. Last line of
+packages of run_paired.py with pytest, pytest-xdist, jsonschema and seaborn. Writes summary.json to --out. Last line of
 stdout: one JSON object. Exit 1 when a step does not end as it has to.
 """
 
@@ -98,7 +98,7 @@ def check_card(steps: Steps, options: argparse.Namespace) -> bool:
     ]
     errors = [python, f"{scripts}/bench_kernel.py", "--settings", settings["kernels"], "--out", "results/ci/kernels"]
     sizes = [python, f"{scripts}/check_definitions.py", "--settings", settings["definitions"]]
-    cells = [python, f"{scripts}/run_cells.py", "--list", PLAN, "--out", ".", "--commit", options.commit]
+    cells = [python, f"{scripts}/run_paired.py", "--list", PLAN, "--out", ".", "--commit", options.commit]
     bench = [python, BENCH, "--out", steps.out / "bench", "--commit", options.commit, "--shapes-at"]
     passed = all(
         [

@@ -304,6 +304,10 @@ def test_every_expectation_names_value_tolerance_and_source(name):
         ({"value": 1.004, "low": 1.003, "high": 1.006, "n": 9}, "pass"),
         ({"value": 1.08, "low": 1.06, "high": 1.1, "n": 9}, "fail"),
         ({"value": 0.9, "low": 0.88, "high": 0.93, "n": 9}, "fail"),
+        # of four prompts all lie on one side of 1 in an eighth of all undisturbed runs
+        ({"value": 1.03, "low": 1.01, "high": 1.05, "n": 4}, "pass"),
+        ({"value": 0.626, "low": 0.6125, "high": 0.639, "n": 4}, "fail"),
+        ({"value": 0.9, "low": 0.9, "high": 0.9, "n": 1}, "fail"),
     ],
 )
 def test_ar_against_ar_has_to_hold_one(entry, status):

@@ -155,9 +155,18 @@ def test_what_matters_most_comes_first():
 
     def cell(part, setting, seed, budget=64):
         where = {name: "x" for name in ("suite", "target", "dataset", "variant", "path")}
-        settings = {"part": part, "setting": setting, "seed": seed, "decode": {"budget": budget}}
+        settings = {"part": part, "setting": setting, "seed": seed, "decode": {"method": "tfm", "budget": budget}}
         return {**where, **settings, "clock": "wall", "traced": False}
 
     wanted = [cell("headline", "t1", 0), cell("headline", "t1", 1), cell("headline", "t0", 0), cell("stages", "t1", 0)]
     wanted += [cell("budgets", "t1", 0, 8), cell("budgets", "t1", 0, 16), cell("widths", "t1", 0)]
     assert run_paired.groups_of(wanted[::-1]) == [[one] for one in wanted]
+
+
+def test_a_null_control_stands_beside_the_method_that_it_repeats():
+    import run_paired
+
+    config = suite.resolve({**NANO, **SMALL, "methods": ["ar", "dflash", "tfm"], "null_control": True})
+    groups = run_paired.groups_of([cell for cell in suite.expand(config) if cell["clock"] == "wall"])
+    variants = [[cell["variant"] for cell in group] for group in groups if any(c["part"] == "null" for c in group)]
+    assert variants == [["ar", "ar-null", "dflash", "tfm-b64-w4"]]

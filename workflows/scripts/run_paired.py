@@ -38,17 +38,19 @@ from tfm.prompts import read_prepared  # noqa: E402
 from tfm.tokenizer import load_tokenizer  # noqa: E402
 
 DESCRIPTION = """
-Reads resolved cells (a plan.json, or JSON lines) and the prompt files under --out, and writes each cell's folder
-under --out at the path the cell names: the files that decode_cell.py writes, skipping cells that are there, whole and
-of this code. Cells of one set, setting, seed and clock stand side by side: every prompt is decoded by each of them in
-turn, the order reversed at every second prompt, so that a drift of the machine reaches all alike. The models are loaded
-once for all cells that share them. What matters most comes first: the headline's first seed at T = 1, its other seeds,
-T = 0, stages, sweeps. Processes beside each other (one a card, started whenever a card is free) share the list: each
-takes the next group that nobody holds. A cell that failed is noted and left out of later calls, unless --again. Last
-line of stdout: one JSON object. Exit 1 if a cell failed, 3 if the device failed with it: call again to go on.
+Reads resolved cells (a plan.json, or JSON lines) and the prompt files under --out, and writes each cell's folder under
+--out at the path the cell names: the files that decode_cell.py writes, skipping cells that are there, whole and of
+this code. Cells of one set, setting, seed and clock stand side by side: every prompt is decoded by each of them in
+turn, the order reversed at every second prompt, so that a drift of the machine reaches all alike; a null control
+stands next to the method that it repeats. The models are loaded once for all cells that share them. What matters most
+comes first: the headline's first seed at T = 1, its other seeds, T = 0, stages, sweeps. Processes beside each other
+(one a card, started whenever a card is free) share the list: each takes the next group that nobody holds. A cell that
+failed is noted and left out of later calls, unless --again. Last line of stdout: one JSON object. Exit 1 if a cell
+failed, 3 if the device failed with it: call again to go on.
 """
 PARTS = ("drafter", "weaver")
 ORDER = ("headline", "stages")  # other parts follow
+NULL = "null"  # part of the null control
 DEVICE_FAILED = 3
 logger = logging.getLogger("run_paired")
 
@@ -153,6 +155,8 @@ def _family(cell: dict) -> str:
 def round_of(cell: dict) -> tuple:
     """Return what cells share whose loops are kept: those of a sweep's other points have memory of their own."""
     part = cell.get("part", ORDER[0])
+    # a control apart from what it controls would measure the machine's drift
+    part = ORDER[0] if part == NULL else part
     point = cell["decode"]["budget"] if part == "budgets" else None
     return part, cell["setting"], cell["seed"], point
 
@@ -167,13 +171,16 @@ def rank(cell: dict) -> tuple:
 def groups_of(cells: list[dict]) -> list[list[dict]]:
     """Return cells that are decoded side by side, what matters most first; groups that share loops stand in a row.
 
-    Traced and untimed cells stand alone.
+    Traced and untimed cells stand alone. Within a group cells of one method stand in a row, a null control beside ar.
     """
     groups: dict[tuple, list[dict]] = {}
     for cell in cells:
         key = tuple(cell[name] for name in ("suite", "target", "dataset", "clock", "traced")) + round_of(cell)
         alone = () if cell["clock"] == "wall" else (cell["variant"],)
         groups.setdefault(key + alone, []).append(cell)
+    for group in groups.values():
+        methods = [cell["decode"]["method"] for cell in group]
+        group.sort(key=lambda cell, methods=methods: methods.index(cell["decode"]["method"]))
     return sorted(groups.values(), key=lambda group: rank(group[0]))
 
 
