@@ -36,8 +36,14 @@ class Inspector:
         self._prompts: dict[Path, tuple[str, int] | None] = {}
 
     def inspect(self, cell: dict) -> CellState:
-        """Return the state of one resolved cell."""
+        """Return the state of one resolved cell; what cannot be read, such as a folder in a file's place, is damage."""
         folder = self.folder(cell)
+        try:
+            return self._look(cell, folder)
+        except OSError as error:
+            return CellState(cell, folder, "damaged", f"{Path(str(error.filename)).name}: {error.strerror}")
+
+    def _look(self, cell: dict, folder: Path) -> CellState:
         found = self._prompt_file(cell)
         prompts = found[1] if found else None
         side = folder / "done.jsonl"

@@ -145,7 +145,7 @@ def main() -> int:
             records = load_cells([cell["path"] for cell in plan["cells"]], allow_missing=options.allow_missing)
         probes = load_probes(options.records or options.plan.parent)
         names = write_tables(plan, records, options.out, probes=probes, allow_mixed=options.allow_mixed)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"make_tables: {error}", file=sys.stderr)
         return 2
     print(json.dumps({"tables": names, "cells": len(records.cells), "missing": len(records.missing)}))

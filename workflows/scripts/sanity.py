@@ -124,6 +124,9 @@ def differing(plan: list[dict], records: Records) -> list[str]:
             problems.append(f"{record['path']}: is not in the plan")
             continue
         pairs = {key: (wanted[key], cell[key]) for key in wanted if key in cell and key not in ("decode", "weights")}
+        # a plan may be made where the weights are not
+        known = {part: digest for part, digest in pairs.get("weights_sha256", ({}, {}))[0].items() if digest}
+        pairs["weights_sha256"] = (known, {part: cell["weights_sha256"].get(part) for part in known})
         decode = {key: value for key, value in wanted["decode"].items() if key != "eos_tokens" or value}
         pairs |= {key: (decode[key], cell["decode"][key]) for key in decode if key in cell["decode"]}
         pairs["requests with a record"] = (record["prompts"], int(found.get(number, 0)))
