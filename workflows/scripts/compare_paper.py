@@ -8,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 
-import yaml
+from input_files import read_object, told
 
 from tfm.manifest import write_atomic
 
@@ -151,16 +151,17 @@ def shown(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--expected", required=True, type=Path, help="workflows/config/expected.yaml")
     parser.add_argument("--summary", required=True, type=Path, help="summary.json of the suite")
     parser.add_argument("--out", required=True, type=Path, help="compare.csv; compare.md is written beside it")
     options = parser.parse_args()
-    expected, summary = (
-        yaml.safe_load(options.expected.read_text(encoding="utf-8")),
-        json.loads(options.summary.read_text(encoding="utf-8")),
+    expected = read_object(
+        options.expected, "card", "comparable", "not_comparable", "items", "rows", remedy="restore it from git"
     )
+    summary = read_object(options.summary, remedy="make it with make_tables.py")
     folder = options.summary.resolve().parent
     plan = (
         json.loads((folder / "plan.json").read_text(encoding="utf-8"))

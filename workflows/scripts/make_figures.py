@@ -12,6 +12,7 @@ import pandas as pd
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
+from input_files import told
 from matplotlib.ticker import MaxNLocator
 from probe_figures import PROBE_CAPTIONS, PROBE_FIGURES
 from small_svg import small
@@ -195,6 +196,7 @@ def draw(tables: Path, out: Path, figures: list[str]) -> None:
         save(FIGURES[name](tables), out, name, caption)
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", required=True, type=Path, help="folder of the csv files")

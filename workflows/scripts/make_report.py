@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 from captions import TITLES
+from input_files import read_object, read_plan, told
 from make_tables import readable
 from report_arms import by_domain, configurations, viewer
 from report_html import (
@@ -342,13 +343,17 @@ def _paper(value) -> str:
         return html.escape(value)
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
     parser.add_argument("--manifest", required=True, type=Path, help="manifest.json")
     parser.add_argument("--out", required=True, type=Path, help="report.html")
     options = parser.parse_args()
-    plan, manifest = (json.loads(path.read_text(encoding="utf-8")) for path in (options.plan, options.manifest))
+    plan = read_plan(options.plan)
+    manifest = read_object(
+        options.manifest, "cells", "devices", "outputs", "prompts", remedy="make it with write_manifest.py"
+    )
     trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"])
     text = page(options.plan.parent, plan, manifest, trees)
     write_atomic(options.out, text.encode())

@@ -11,7 +11,7 @@ import pandas as pd
 import sanity
 import tables
 from captions import caption
-from packing import read_packed
+from input_files import read_plan, told
 from probe_records import load_probes
 from publish import load_published
 from summary import summary
@@ -111,23 +111,7 @@ def write_tables(
     return list(captions)
 
 
-def read_plan(path: Path) -> dict:
-    """Return a suite's plan.json, or a published plan.json.gz; raises ValueError with a remedy where it is damaged."""
-    try:
-        plan = read_packed(path) if path.suffix == ".gz" else json.loads(path.read_text(encoding="utf-8"))
-        if not {"config", "cells"} <= set(plan):
-            problem = "lacks config or cells"
-        elif not isinstance(plan["config"], dict) or "suite" not in plan["config"]:
-            problem = "has a config without a suite"
-        else:
-            return plan
-    except FileNotFoundError:
-        problem = "does not exist"
-    except (ValueError, TypeError, RecursionError) as error:
-        problem = f"is damaged ({error})"
-    raise ValueError(f"plan: {path} {problem}; make it with `snakemake --cores all {path}`, or restore it from git")
-
-
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json of the suite")
@@ -137,17 +121,13 @@ def main() -> int:
     parser.add_argument("--allow-mixed", action="store_true", help="mix digests or devices, and print the mix")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    try:
-        plan = read_plan(options.plan)
-        if options.records:
-            records = load_published(options.records)
-        else:
-            records = load_cells([cell["path"] for cell in plan["cells"]], allow_missing=options.allow_missing)
-        probes = load_probes(options.records or options.plan.parent)
-        names = write_tables(plan, records, options.out, probes=probes, allow_mixed=options.allow_mixed)
-    except (ValueError, OSError) as error:
-        print(f"make_tables: {error}", file=sys.stderr)
-        return 2
+    plan = read_plan(options.plan)
+    if options.records:
+        records = load_published(options.records)
+    else:
+        records = load_cells([cell["path"] for cell in plan["cells"]], allow_missing=options.allow_missing)
+    probes = load_probes(options.records or options.plan.parent)
+    names = write_tables(plan, records, options.out, probes=probes, allow_mixed=options.allow_mixed)
     print(json.dumps({"tables": names, "cells": len(records.cells), "missing": len(records.missing)}))
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from input_files import read_plan, told
 from packing import GRADED, PLAN, read_packed, reduced, whole, write_packed, write_table
 from probe_records import load_probes
 
@@ -37,9 +38,9 @@ TEXT = (".json", ".gz", ".csv", ".md", ".tex", ".html", ".svg", ".txt")
 
 def pack(records_of: list[Path], out: Path) -> None:
     """Write requests.parquet, steps.parquet, trees.parquet (a `cell` column numbers the cells) and cells.json.gz."""
+    load_cells(records_of)  # checks every file
     # raises ValueError for cells of uncommitted code, which nobody else could make again
     cells = [json.loads((folder / "cell.json").read_text()) | {"path": folder.as_posix()} for folder in records_of]
-    load_cells(records_of)  # checks every file
     dirty = [cell["path"] for cell in cells if cell["environment"]["git"]["dirty"]]
     if dirty:
         raise ValueError(
@@ -145,18 +146,15 @@ def settle(made: Path, out: Path, *, limit: int) -> dict[str, int]:
     return {"bytes": sum(sizes.values()), "files": len(sizes)}
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
     parser.add_argument("--out", required=True, type=Path, help="results/published/<suite>")
     parser.add_argument("--limit", type=int, default=LIMIT, help="bytes at most (default: 6 MiB)")
     options = parser.parse_args()
-    plan = json.loads(options.plan.read_text())
-    try:
-        print(json.dumps(publish(options.plan.parent, plan, options.out, limit=options.limit)))
-    except ValueError as error:
-        print(f"publish: {error}", file=sys.stderr)
-        return 2
+    plan = read_plan(options.plan)
+    print(json.dumps(publish(options.plan.parent, plan, options.out, limit=options.limit)))
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import yaml
 from dense_readme import folder_text, readme_text
+from input_files import read_plan, told
 from make_figures import draw
 from packing import PLAN, write_packed
 from probe_records import load_probes
@@ -110,7 +111,7 @@ def publish(options) -> dict:
     """Write everything; return sizes and what is missing. Raises ValueError for too many bytes or damaged records."""
     run, out = options.run.resolve(), options.out.resolve()
     expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
-    planned = json.loads((run / SUITE / "plan.json").read_text(encoding="utf-8"))
+    planned = read_plan(run / SUITE / "plan.json")
     plan, missing = whole_cells(run, planned)
     if not plan["cells"]:
         raise ValueError(f"--run: no cell of {SUITE} is there; run dense.sh measure")
@@ -130,6 +131,7 @@ def publish(options) -> dict:
     return found | {"missing": len(missing), "first_missing": missing[:1]}
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, type=Path, help="folder RUN of the offline scripts, or the checkout")
@@ -141,11 +143,7 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, help="file whose table is replaced")
     parser.add_argument("--limit", type=int, default=LIMIT, help=f"bytes at most (default: {LIMIT})")
     options = parser.parse_args()
-    try:
-        print(json.dumps(publish(options)))
-    except ValueError as error:
-        print(f"publish_dense: {error}", file=sys.stderr)
-        return 2
+    print(json.dumps(publish(options)))
     return 0
 
 

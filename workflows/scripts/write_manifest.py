@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from input_files import read_plan, told
 from probe_records import load_probes
 
 from tfm.manifest import environment, sha256_file, write_json
@@ -43,12 +44,13 @@ def manifest(plan: dict, folder: Path) -> dict:
     }
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
     parser.add_argument("--out", required=True, type=Path, help="manifest.json")
     options = parser.parse_args()
-    result = manifest(json.loads(options.plan.read_text(encoding="utf-8")), options.plan.parent)
+    result = manifest(read_plan(options.plan), options.plan.parent)
     write_json(options.out, result)
     print(json.dumps({"manifest": str(options.out), "cells": len(result["cells"]), "outputs": len(result["outputs"])}))
     return 0

@@ -1,0 +1,61 @@
+"""Files that a script is given: read with a clear error, and bad input as one line on standard error and status 2."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+from packing import read_packed
+
+
+def told(main: Callable[[], int]) -> Callable[[], int]:
+    """Return a script's `main` that says in one line what is wrong with its input, and then returns 2."""
+
+    @functools.wraps(main)
+    def call() -> int:
+        try:
+            return main()
+        except (ValueError, OSError) as error:
+            what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+            print(f"{Path(sys.argv[0]).stem}: {what}", file=sys.stderr)
+            return 2
+
+    return call
+
+
+def read_object(path: Path, *keys: str, remedy: str) -> dict:
+    """Return an object with `keys` from a JSON (.json, .json.gz) or YAML file.
+
+    Raises ValueError naming the file and the remedy for one that is missing, damaged, or lacks a key.
+    """
+    try:
+        if path.suffix == ".gz":
+            found = read_packed(path)
+        else:
+            text = path.read_text(encoding="utf-8")
+            found = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
+    except FileNotFoundError:
+        problem = "does not exist"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        problem = f"is damaged ({error})"
+    else:
+        if isinstance(found, dict) and set(keys) <= set(found):
+            return found
+        problem = f"lacks {' or '.join(keys)}" if keys else "holds no object"
+    raise ValueError(f"{path} {problem}; {remedy}")
+
+
+def read_plan(path: Path) -> dict:
+    """Return a suite's plan.json, or a published plan.json.gz; raises ValueError with a remedy where it is damaged."""
+    remedy = f"make it with `snakemake --cores all {path}`, or restore it from git"
+    plan = read_object(path, "config", "cells", remedy=remedy)
+    if not isinstance(plan["config"], dict) or "suite" not in plan["config"]:
+        raise ValueError(f"{path} has a config without a suite; {remedy}")
+    cells = plan["cells"]
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) and "path" in cell for cell in cells):
+        raise ValueError(f"{path} has cells without a path; {remedy}")
+    return plan
