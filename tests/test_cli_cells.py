@@ -250,6 +250,16 @@ def test_a_damaged_final_is_named(results, cells, name, how):
     assert state == "damaged" and name in reason and done == 0
 
 
+@pytest.mark.parametrize("name", ["requests.parquet", "cell.json", "done.jsonl"])
+def test_a_folder_in_a_files_place_is_damage(results, cells, name):
+    cell = pick(cells, "ar")
+    path = folder_of(results, cell) / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    state, reason, done, _ = inspect(results, cell)
+    assert state == "damaged" and name in reason and done == 0
+
+
 # --- the command
 
 
