@@ -5,9 +5,10 @@ import importlib
 from baselines.methods import METHODS
 from tfm.config import DecodeConfig
 from tfm.manifest import modules_digest, source_digest
-from tfm_kernels.gdn.backends import backend_modules
+from tfm_kernels.gdn.backends import BACKENDS, backend_modules
 
 REFERENCE, STATIC = "torch", "torch-static"
+BFLOAT16_BACKEND = "fused_cuda"  # takes no other type
 # serving engines -> the package with their flags and runner; sglang-paper has the paper's own, unequal launch flags
 SERVED = {"sglang": "baselines.sglang", "sglang-paper": "baselines.sglang", "vllm": "baselines.vllm"}
 ENGINES = (REFERENCE, STATIC, *SERVED)
@@ -23,6 +24,13 @@ def check_engine(engine: str, forms: str | None, config: DecodeConfig) -> None:
     if engine != STATIC and forms is not None:
         raise ValueError(f"forms: {forms!r} is not allowed with engine {engine} (allowed: null); leave it out")
     if engine == REFERENCE:
+        # its normalised keys and queries are float32, whatever the weights are
+        if config.gdn_backend == BFLOAT16_BACKEND:
+            raise ValueError(
+                f"gdn_backend: {config.gdn_backend!r} is not allowed with engine {engine} (allowed: "
+                f"{', '.join(name for name in BACKENDS if name != BFLOAT16_BACKEND)}), whose rows are float32; use "
+                f"another, or engine {STATIC}"
+            )
         return
     if engine == STATIC and forms not in FORMS:
         raise ValueError(f"forms: {forms!r} is not allowed (allowed: {', '.join(FORMS)}); {STATIC} needs one of them")

@@ -111,6 +111,12 @@ def test_the_static_engine_refuses_what_waits_for_the_host(settings):
         check_engine("torch-static", "torch", DecodeConfig(budget=8, **settings))
 
 
+def test_the_loop_refuses_the_kernel_that_takes_bfloat16_alone():
+    with pytest.raises(ValueError, match="gdn_backend: 'fused_cuda' is not allowed with engine torch .*solve"):
+        check_engine("torch", None, DecodeConfig(gdn_backend="fused_cuda"))
+    check_engine("torch", None, DecodeConfig(gdn_backend="fused_triton"))
+
+
 def test_a_head_of_another_width_is_refused(tmp_path):
     for part, fields in (
         ("target", {"hidden_size": 24, "vocab_size": 512}),
