@@ -113,8 +113,8 @@ def test_the_static_engine_refuses_what_waits_for_the_host(settings):
 
 def test_the_loop_refuses_the_kernel_that_takes_bfloat16_alone():
     with pytest.raises(ValueError, match="gdn_backend: 'fused_cuda' is not allowed with engine torch .*solve"):
-        check_engine("torch", None, DecodeConfig(gdn_backend="fused_cuda"))
-    check_engine("torch", None, DecodeConfig(gdn_backend="fused_triton"))
+        check_engine("torch", None, DecodeConfig("ar", gdn_backend="fused_cuda"))
+    check_engine("torch", None, DecodeConfig("ar", gdn_backend="fused_triton"))
 
 
 def test_a_head_of_another_width_is_refused(tmp_path):
