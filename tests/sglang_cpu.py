@@ -175,7 +175,7 @@ def replace_graphs() -> None:
 
     cuda_graph_setup.capture_decode_graph = model_runner.capture_decode_graph = capture
     runners.resolve_decode_backend = Again
-    runners.graph_capture = contextlib.contextmanager(lambda: iter([SimpleNamespace(stream=NO_STREAM)]))
+    runners.graph_capture = lambda: contextlib.nullcontext(SimpleNamespace(stream=NO_STREAM))
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     grower.Part = Part
     torch.cuda.Stream = torch.cpu.Stream = torch.cpu.current_stream = lambda *_, **__: NO_STREAM

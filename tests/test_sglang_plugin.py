@@ -249,6 +249,9 @@ def test_a_layer_on_the_gpu_is_that_of_plain_pytorch(backend):
         ({"proposal": "tfm"}, "budget: missing key"),
         ({"proposal": "beam", "budget": 8}, "proposal: 'beam' .*tfm, ddtree, dartree"),
         ({"proposal": "ddtree", "budget": 8, "kernel": "fast"}, "kernel: 'fast' .*recurrent"),
+        ({"proposal": "ddtree", "budget": 8, "attention": "fa3"}, "attention: 'fa3' .*triton, torch, sglang"),
+        ({"proposal": "ddtree", "budget": 8, "draft_attention": 1}, "draft_attention: 1 .*triton, torch, sglang"),
+        ({"proposal": "ddtree", "budget": 8, "ahead": "no"}, "ahead: 'no' .*True, False"),
         ({"proposal": "tfm", "budget": 8}, "weaver: null .*give it, or set residual to false"),
         ({"proposal": "ddtree", "budget": 0}, "budget: 0 .*an integer >= 1"),
         ({"proposal": "ddtree", "budget": 8, "buget": 9}, "buget: unknown key"),
@@ -271,7 +274,7 @@ def server_arguments(**more):
     known = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "max_running_requests": 1, "disable_overlap_schedule": True}
     known |= {"disable_radix_cache": True, "page_size": 1, "attention_backend": "triton"}
     known |= {"speculative_dflash_block_size": None, "speculative_num_draft_tokens": None}
-    known |= {"speculative_eagle_topk": None}
+    known |= {"speculative_eagle_topk": None, "speculative_draft_attention_backend": None}
     return SimpleNamespace(**{**known, **more})
 
 
@@ -292,6 +295,22 @@ def test_a_server_that_would_not_be_exact_is_refused_by_its_flag(flag, value, mo
     arguments.validate(server_arguments())
     with pytest.raises(ValueError, match=f"DFLASH_TFM: {flag}: {value!r} is not allowed"):
         arguments.validate(server_arguments(**{flag: value}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "message"),
+    [
+        ({"attention_backend": "flashinfer"}, {}, "attention: 'triton' .*backend flashinfer .allowed: sglang"),
+        ({"attention_backend": "flashinfer"}, {"attention": "sglang"}, "draft_attention: 'triton' .*flashinfer"),
+        ({"speculative_draft_attention_backend": "fa4"}, {}, "draft_attention: 'triton' .*fa4"),
+        ({"attention_backend": "flashinfer"}, {"attention": "sglang", "draft_attention": "sglang"}, None),
+        ({"speculative_draft_attention_backend": "fa4"}, {"draft_attention": "sglang"}, None),
+    ],
+)
+def test_an_attention_that_would_not_be_called_is_refused(flags, settings, message, monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": 64, **settings}))
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        arguments.validate(server_arguments(**flags))
 
 
 @pytest.mark.parametrize(("kernel", "topk"), [("fused_cuda", 1), ("recurrent", 2)])

@@ -12,7 +12,7 @@ ONE = (("tp_size", "tensor parallelism"), ("pp_size", "pipeline parallelism"), (
 
 def validate(server_args) -> None:
     """Raise ValueError naming flag, value, allowed value and reason for what is not exact, or not there."""
-    Settings.from_environment()
+    settings = Settings.from_environment()
     for flag, what in ONE:
         _require(flag, getattr(server_args, flag), 1, f"{what} would split the rows that the trees are made of")
     _require("max_running_requests", server_args.max_running_requests, 1, "requests are decoded one after the other")
@@ -27,6 +27,14 @@ def validate(server_args) -> None:
             f"DFLASH_TFM: attention_backend: {backend!r} is not allowed (allowed: {', '.join(ATTENTION)}); the others "
             "do not take a tree's mask here"
         )
+    draft = server_args.speculative_draft_attention_backend or backend
+    for key, found in (("attention", backend), ("draft_attention", draft)):
+        chosen = getattr(settings, key)
+        if chosen != "sglang" and found != "triton":
+            raise ValueError(
+                f"{key}: {chosen!r} is not allowed with SGLang's attention backend {found} (allowed: sglang); this "
+                "project's forms stand in its triton backend"
+            )
 
 
 def make_algorithm() -> type:

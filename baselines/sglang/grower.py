@@ -63,7 +63,9 @@ class Grower:
         seed: int,
         memory: GdnMemory | None,
         graphs: bool,
+        ancestors: Tensor | None = None,
     ):
+        """`ancestors` [N, N] bool is overwritten by every tree: what an attention reads; None makes one."""
         self.settings, self.seed, self.memory = settings, seed, memory
         device = shared.head_weight.device
         self.context = Context(shared, draft_rows)
@@ -82,10 +84,13 @@ class Grower:
         self.tokens, self.parents = torch.zeros(1, self.nodes, **whole), torch.full((1, self.nodes), -1, **whole)
         self.depths = torch.zeros(1, self.nodes, **whole)
         self.first_child, self.next_sibling = self.parents.clone(), self.parents.clone()
-        self.ancestors = torch.eye(self.nodes, dtype=torch.bool, device=device)
+        self.ancestors = torch.eye(self.nodes, dtype=torch.bool, device=device) if ancestors is None else ancestors
         self.path = torch.full((1, self.path_rows), -1, **whole)
         self.accepted, self.bonus = torch.zeros(1, **whole), torch.zeros(1, **whole)
         self.emitted = torch.zeros(1, self.path_rows, **whole)
+        # the same for SGLang, in its type: path, drafts accepted, tokens emitted
+        self.path_index = self.path.to(torch.int32)
+        self.drafts, self.counts = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         self.unfinished = torch.zeros(1, **whole)  # trees that wanted more expansions than are planned, summed
         self._counts = torch.ones(1, **whole)
 
@@ -136,6 +141,9 @@ class Grower:
         self.path.copy_(path)
         self.accepted.copy_(accepted)
         self.bonus.copy_(bonus)
+        self.path_index.copy_(path)
+        self.drafts.copy_(accepted)
+        torch.add(self.drafts, 1, out=self.counts)
         self.emitted.copy_(output_tokens(self.tokens, path, accepted, bonus))
         leaf = path.gather(1, accepted[:, None])[0]
         context.target_hidden.copy_(hidden.index_select(0, leaf))

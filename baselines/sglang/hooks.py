@@ -55,6 +55,23 @@ def forward_extend(original, backend, *arguments, **named):
     return memory.verify(layer.layer_id, layer, named["mixed_qkv"], named["a"], named["b"])
 
 
+def attend(original, backend, *arguments, **named):
+    """Attend a tree's rows, and the drafter's block, with this project's form over SGLang's pool."""
+    attention = shared_state.attention
+    forward = arguments[4] if len(arguments) > 4 else named.get("forward_batch")
+    if attention is None or not attention.takes(backend, forward):
+        return original(backend, *arguments, **named)
+    return attention.attend(backend, *arguments, **named)
+
+
+def prepare_replay(original, backend, forward_batch, in_capture=False):
+    """Leave out, before a replay, the lists of places and the mask that only SGLang's own attention reads."""
+    attention = shared_state.attention
+    if in_capture or attention is None or not attention.takes(backend, forward_batch):
+        return original(backend, forward_batch, in_capture=in_capture)
+    return None
+
+
 def mamba_pool(original, pool, **named):
     """Allocate no state and no window for every node where this project's op verifies."""
     if _process_runs_trees() and Settings.from_environment().is_fused:
@@ -106,7 +123,10 @@ def _process_runs_trees(server_args=None) -> bool:
     return server_args.speculative_algorithm == NAME
 
 
+TRITON = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 AROUND = {
+    f"{TRITON}.forward_extend": attend,
+    f"{TRITON}.init_forward_metadata_out_graph": prepare_replay,
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info": get_spec_info,
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": create_dummy_verify_input,
     "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend": forward_extend,

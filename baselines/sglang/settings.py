@@ -10,6 +10,8 @@ VARIABLE = "DFLASH_TFM"
 PROPOSALS = ("tfm", "ddtree", "dartree")
 # ours in two forms, ours in plain PyTorch, and SGLang's own kernel that walks the nodes one by one
 KERNELS = ("fused_cuda", "fused_triton", "solve", "recurrent")
+# ours over SGLang's pool in two forms, and SGLang's own
+ATTENTIONS = ("triton", "torch", "sglang")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class Settings:
     residual: bool = True
     depth_bonus: float = 0.0
     weaver: str | None = None  # folder or .pth of the weaver; needed by tfm and dartree while the residual is on
+    attention: str = "triton"  # of the tree's rows in the target
+    draft_attention: str = "triton"  # of the drafter's block
+    ahead: bool = True  # the next draft and its tree run behind the commit, before the scheduler has seen the tokens
     simulate_accept: int | None = None  # drafts accepted in every step whatever the target says: for timing only
 
     @staticmethod
@@ -53,10 +58,13 @@ class Settings:
             if key not in found:
                 raise ValueError(f"{VARIABLE}: {key}: missing key; add it")
         settings = Settings(**found)
-        for key, allowed in (("proposal", PROPOSALS), ("kernel", KERNELS)):
+        choices = {"proposal": PROPOSALS, "kernel": KERNELS, "attention": ATTENTIONS, "draft_attention": ATTENTIONS}
+        for key, allowed in (*choices.items(), ("ahead", (True, False))):
             value = getattr(settings, key)
             if value not in allowed:
-                raise ValueError(f"{VARIABLE}: {key}: {value!r} is not allowed (allowed: {', '.join(allowed)})")
+                raise ValueError(
+                    f"{VARIABLE}: {key}: {value!r} is not allowed (allowed: {', '.join(map(str, allowed))})"
+                )
         if settings.needs_weaver and settings.weaver is None:
             raise ValueError(
                 f"{VARIABLE}: weaver: null is not allowed with proposal {settings.proposal} (allowed: a weaver's "

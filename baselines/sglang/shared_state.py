@@ -3,6 +3,7 @@
 from baselines.sglang.settings import Settings
 
 NAME = "DFLASH_TFM"
+attention = None  # PoolAttention of this process's worker, once it is there
 memory = None  # GdnMemory of this process's worker, once it is there and the kernel is fused
 
 

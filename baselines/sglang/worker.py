@@ -2,7 +2,8 @@
 
 One request at a time, synchronous scheduler, page size 1: what plugin.py checks before a server starts. A step is the
 drafter's pass (SGLang's graph), the tree (ours), the target's pass over it (SGLang's graph, with our GDN op in it when
-the kernel is fused), the walk and the commit (ours), and the move of the accepted rows of the memory (SGLang's).
+the kernel is fused), the walk and the commit (ours), and the move of the accepted rows of the memory (SGLang's). The
+first two are launched ahead, behind the step before, where that step's reserved places hold them.
 """
 
 import logging
@@ -24,6 +25,8 @@ from sglang.srt.speculative.spec_utils import (
 from torch import Tensor
 
 from baselines.sglang import shared_state
+from baselines.sglang.ahead import Ahead, Aside, Room
+from baselines.sglang.attention import PoolAttention
 from baselines.sglang.gdn_memory import LayerShape, make_memory
 from baselines.sglang.grower import Grower, Shared
 from baselines.sglang.layout import attention_mask
@@ -49,6 +52,10 @@ class TreeWorker(DFlashWorkerV2):
         self.target_model = target_worker.model_runner.model
         self.memory = self._make_memory() if self.settings.is_fused else None
         shared_state.memory = self.memory
+        device = torch.device(target_worker.model_runner.device)
+        self.attention = PoolAttention(self.settings, block=block, device=device)
+        shared_state.attention = self.attention
+        self._aside, self._ahead = Aside(device), None
         self._final = _FinalHidden(self.target_model, rows=self.settings.budget + 1)
         self.grower: Grower | None = None
 
@@ -99,9 +106,13 @@ class TreeWorker(DFlashWorkerV2):
             seed=self._seed,
             memory=self.memory,
             graphs=graphs,
+            ancestors=self.attention.own,
         )
 
     def forward_batch_generation(self, batch, on_publish=None, grammar_barrier=None) -> GenerationBatchResult:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._aside.join()
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             result = super().forward_batch_generation(batch, on_publish, grammar_barrier)
             if batch.forward_mode.is_extend():
@@ -113,7 +124,7 @@ class TreeWorker(DFlashWorkerV2):
                 "start the server with --max-running-requests 1"
             )
         with torch.inference_mode():
-            return self._step(batch, on_publish)
+            return self._step(batch, on_publish, ahead)
 
     def _after_prefill(self, batch, result) -> None:
         """Take the request over: index, the target's last hidden row, and the state that prefill left in the pool."""
@@ -131,45 +142,37 @@ class TreeWorker(DFlashWorkerV2):
                     kept = pool.mamba2_layer_cache(place)
                     self.memory.load(place, kept.temporal[slot][0], kept.conv[0][slot][0])
 
-    def _step(self, batch, on_publish) -> GenerationBatchResult:
-        grower, prefix = self.grower, batch.seq_lens
-        # a small tree has fewer rows than the drafter's block
-        width = max(grower.nodes, self.block_size)
-        places = assign_extend_cache_locs_func(
-            req_pool_indices=batch.req_pool_indices,
-            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
-            start_offset=prefix,
-            end_offset=prefix + width,
-            batch_size=1,
-            draft_token_num=width,
-            device=self.device,
-        ).to(torch.int64)
-        self._draft(batch, places)
-        grower.context.root_positions.copy_(prefix)
-        grower.build()
+    def _step(self, batch, on_publish, ahead: Ahead | None) -> GenerationBatchResult:
+        grower, prefix, request = self.grower, batch.seq_lens, batch.reqs[0]
+        if ahead is not None and ahead.request is request:
+            places = ahead.places
+        else:
+            length = _committed(batch)
+            places = self._grow(batch.req_pool_indices, prefix, batch.spec_info.bonus_tokens, length)
         logits_output, can_run_cuda_graph = self._verify(batch, places[: grower.nodes])
-        request = batch.reqs[0]
         grower.accept(
             logits_output.next_token_logits,
             self._final.rows,
             temperature=float(request.sampling_params.temperature) if request.sampling_params.top_k != 1 else 0.0,
             keep=can_run_cuda_graph,
         )
-        accept_lens = (grower.accepted + 1).to(torch.int32)
+        accept_lens = grower.counts
         if self.memory is not None:
             grower.commit()
         else:
             commit_mamba_states_after_verify(self.target_worker, batch, accept_lens, grower.path, grower.nodes)
-        move_accept_tokens_to_target_kvcache(batch, grower.path.to(torch.int32), accept_lens - 1, self.allocator)
+        move_accept_tokens_to_target_kvcache(batch, grower.path_index, grower.drafts, self.allocator)
         self._extend_draft_memory(logits_output.hidden_states, places, prefix, accept_lens)
         logits_output.hidden_states = None
-        new_seq_lens = prefix + accept_lens.to(prefix.dtype)
+        new_seq_lens = prefix + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        bonus = grower.bonus.clone()
+        self._ahead = self._grow_ahead(batch, new_seq_lens)
+        # SGLang copies all of these before the next step writes them
+        bonus = grower.bonus
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=grower.emitted[0].clone(),
+            next_token_ids=grower.emitted[0],
             accept_lens=accept_lens,
             can_run_cuda_graph=can_run_cuda_graph,
             next_draft_input=self._make_next_draft_input_decode(bonus_tokens=bonus, new_seq_lens=new_seq_lens),
@@ -177,24 +180,59 @@ class TreeWorker(DFlashWorkerV2):
             new_seq_lens=new_seq_lens,
         )
 
-    def _draft(self, batch, places: Tensor) -> None:
+    def _grow_ahead(self, batch, prefix: Tensor) -> Ahead | None:
+        """Launch the next step's draft and tree beside the stream that SGLang goes on with, or nothing."""
+        request, committed = batch.reqs[0], _committed(batch)
+        left = request.sampling_params.max_new_tokens - len(request.output_ids)
+        room = Room(
+            self.grower.nodes, self.block_size, self.grower.path_rows, self.model_runner.model_config.context_len
+        )
+        # a backend that reads lengths on the host would have to wait for them
+        reads_host = self.draft_model_runner.attn_backend.needs_cpu_seq_lens
+        if not self.settings.ahead or reads_host or not room.holds(committed, left):
+            return None
+        kept = (batch.req_pool_indices, prefix)
+        with self._aside.behind():
+            places = self._grow(*kept, self.grower.bonus, committed + min(room.path, room.nodes))
+        return Ahead(request, places, kept)
+
+    def _grow(self, requests: Tensor, prefix: Tensor, root: Tensor, most: int) -> Tensor:
+        """Draft behind `prefix` and build the tree; return the slots [W] that the step may write.
+
+        `most` bounds the prefix on the host.
+        """
+        # a small tree has fewer rows than the drafter's block
+        width = max(self.grower.nodes, self.block_size)
+        places = assign_extend_cache_locs_func(
+            req_pool_indices=requests,
+            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+            start_offset=prefix,
+            end_offset=prefix + width,
+            batch_size=1,
+            draft_token_num=width,
+            device=self.device,
+        ).to(torch.int64)
+        self._draft(requests, prefix, root, places, most)
+        self.grower.context.root_positions.copy_(prefix)
+        self.grower.build()
+        return places
+
+    def _draft(self, requests: Tensor, prefix: Tensor, root: Tensor, places: Tensor, most: int) -> None:
         """Run the drafter on [root, mask, ...]; its rows go to the grower."""
         block, context = self.block_size, self.grower.context
         ids = torch.full((block,), int(self._mask_token_id), dtype=torch.int64, device=self.device)
-        ids[:1] = batch.spec_info.bonus_tokens.view(-1)[:1]
+        ids[:1] = root.view(-1)[:1]
         context.roots.copy_(ids[:1])
-        lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.seq_lens.cpu()
-        bound = (lengths + block).to(torch.int32)
         forward = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=1,
             input_ids=ids,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
+            req_pool_indices=requests,
+            seq_lens=prefix,
             out_cache_loc=places[:block],
-            seq_lens_sum=int(bound.sum()),
-            seq_lens_cpu=bound,
-            positions=batch.seq_lens + self._block_pos_offsets,
+            seq_lens_sum=most + block,
+            seq_lens_cpu=torch.tensor([most + block], dtype=torch.int32),
+            positions=prefix + self._block_pos_offsets,
             input_embeds=self.target_model.get_input_embeddings()(ids),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._draft_block_spec_info,
@@ -208,7 +246,7 @@ class TreeWorker(DFlashWorkerV2):
     def _verify(self, batch, places: Tensor):
         """Run the target over the tree; return its logits [N, vocab] and taps, and whether a graph ran."""
         grower = self.grower
-        length = int(batch.seq_lens_cpu[0]) if batch.seq_lens_cpu is not None else int(batch.seq_lens[0])
+        is_ours = self.settings.attention != "sglang"
         batch.out_cache_loc = places
         prepare_mamba_track_for_verify(batch)
         tree = TreeVerifyInput(
@@ -216,7 +254,7 @@ class TreeWorker(DFlashWorkerV2):
             positions=batch.seq_lens + grower.depths[0],
             draft_token_num=grower.nodes,
             topk=shared_state.verify_topk(self.settings),
-            custom_mask=attention_mask(grower.ancestors, length),
+            custom_mask=None if is_ours else attention_mask(grower.ancestors, _committed(batch)),
             capture_hidden_mode=CaptureHiddenMode.FULL,
             retrieve_next_token=grower.first_child,
             retrieve_next_sibling=grower.next_sibling,
@@ -243,6 +281,11 @@ class TreeWorker(DFlashWorkerV2):
             positions=prefix + self._block_pos_offsets[:rows],
             commit_lens=accept_lens,
         )
+
+
+def _committed(batch) -> int:
+    # on the host already unless SGLang's overlap, which trees do not have, took it away
+    return int(batch.seq_lens[0] if batch.seq_lens_cpu is None else batch.seq_lens_cpu[0])
 
 
 class _FinalHidden:

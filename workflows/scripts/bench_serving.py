@@ -75,9 +75,23 @@ def cell_of(arm: str, options: argparse.Namespace, weights: dict[str, str]) -> d
     rows = None if method == "ar" else 15
     cell["server"] = server_of(cell, draft_rows=rows, context=options.context, paper=False, flags=flags)
     if cell["server"]["plugin"] is not None:
-        cell["server"]["plugin"]["simulate_accept"] = options.accept
+        cell["server"]["plugin"] |= {"simulate_accept": options.accept, **_settings(options.plugin)}
     cell["weights"] = {part: weights[part] for part in ("target", *METHODS[method].parts)}
     return cell
+
+
+def _settings(words: list[str]) -> dict:
+    """Return name=value words as settings; a value is JSON where it reads as that, else text."""
+    found = {}
+    for word in words:
+        name, is_pair, value = word.partition("=")
+        if not is_pair:
+            raise ValueError(f"--plugin: {word!r} is not allowed (allowed: NAME=VALUE); write for example ahead=false")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def time_arm(arm: str, options: argparse.Namespace, weights: dict[str, str], environment: dict[str, str]) -> dict:
@@ -169,6 +183,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warm-up", type=int, default=1, help="requests before them")
     add("--context", type=int, default=4096)
     add("--flag", nargs="*", default=[], help="more launch flags of every arm, as name=value")
+    add("--plugin", nargs="*", default=[], help="settings of the plugin of every tree, as name=value: ahead=false")
     add("--layers", type=int, help="fewer layers of the target, a multiple of 4: a smoke test, no time")
     add("--server-python", default=sys.executable, help="Python of SGLang's environment (default: this one)")
     add("--server-seconds", type=float, default=400)
