@@ -62,6 +62,20 @@ def test_every_arm_is_timed_by_its_own_steps(bench, monkeypatch):
     assert record["arms"]["tfm"]["cell"]["server"]["plugin"]["simulate_accept"] == 3
 
 
+def test_settings_of_the_plugin_are_those_of_the_trees_alone(bench, monkeypatch):
+    fault(monkeypatch)
+    _, record = bench("--arms", "ar", "tfm", "--repeats", "1", "--plugin", "ahead=false", "attention=sglang")
+    plugins = {arm: found["cell"]["server"]["plugin"] for arm, found in record["arms"].items()}
+    assert plugins["ar"] is None
+    assert (plugins["tfm"]["ahead"], plugins["tfm"]["attention"], plugins["tfm"]["simulate_accept"]) == (
+        False,
+        "sglang",
+        3,
+    )
+    result, record = bench("--arms", "tfm", "--repeats", "1", "--plugin", "ahead")
+    assert result["failed"] == ["tfm"] and "--plugin: 'ahead' is not allowed" in record["failed"]["tfm"]
+
+
 def test_state_sizes_are_read_from_what_sglang_logs():
     from bench_serving import state_gib
 

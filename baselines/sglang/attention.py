@@ -44,7 +44,7 @@ class PoolAttention:
         pool = backend.token_to_kv_pool
         kept = pool.get_kv_buffer(layer.layer_id)
         _check(backend, layer, q, kept, more)
-        if save_kv_cache:
+        if save_kv_cache and k is not None:
             backend._set_kv_buffer(forward, layer, KVWriteLoc(forward.out_cache_loc), k, v)
         own, window = self.own, None
         if backend.is_draft_runner:
