@@ -317,3 +317,14 @@ def test_missing_cells_are_listed_with_how_far_they_are(tmp_path):
     assert list(records.missing.values()) == ["incomplete, 1 requests done", "not run"]
     with pytest.raises(ValueError, match="cell.json is missing"):
         load_cells([tmp_path / "none"])
+
+
+@pytest.mark.parametrize("name", ["cell.json", "steps.parquet"])
+def test_a_folder_in_a_records_place_is_refused_with_the_rerun_command(name, tmp_path):
+    with CellWriter(tmp_path, digest="d") as writer:
+        writer.finish([], {"cell": {}, "source_digest": "s"})
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} .*make it again: snakemake"):
+        load_cells([tmp_path])
+    assert not cells.is_whole(tmp_path)

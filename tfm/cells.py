@@ -201,6 +201,8 @@ def read_cell(folder: Path) -> dict:
         problem = f"lacks {', '.join(lacking)}" if lacking else f"was altered: its content is not that of its {SEAL}"
     except FileNotFoundError:
         problem = "is missing"
+    except OSError as error:  # a folder in its place
+        problem = f"cannot be read ({error.strerror})"
     except (ValueError, TypeError, RecursionError):
         problem = "is not whole JSON"
     raise ValueError(f"{path} {problem}; make it again: {rerun_command(path.parent)}")
@@ -317,7 +319,7 @@ def _read_checked(folder: Path, kind: str, manifest: dict) -> pa.Table:
 def _check(folder: Path, kind: str, manifest: dict) -> Path:
     path = Path(folder) / f"{kind}.parquet"
     expected = manifest["files"][path.name]["sha256"]
-    found = sha256_file(path) if path.exists() else "no file"
+    found = sha256_file(path) if path.is_file() else "no file"
     if found != expected:
         raise ValueError(
             f"{path} is damaged: sha256 {found[:12]}, cell.json says {expected[:12]}; "
