@@ -1,9 +1,7 @@
 """Run one cell inside a serving engine: its prompts over HTTP, its counters into this project's records."""
 
 import dataclasses
-import datetime
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +17,7 @@ from tfm import manifest
 from tfm.cells import CellWriter, rerun_command
 from tfm.config import DecodeConfig
 from tfm.decode import Prompt
+from tfm.span import Span
 
 WARM_UP_PROMPTS, WARM_UP_TOKENS = 2, 32  # the first request of a server compiles kernels, the second is as the others
 REQUEST_SECONDS = 600.0  # without a token, after which a request has failed
@@ -127,16 +126,14 @@ def _room(cell: dict) -> int | None:
     return min(context, own) if isinstance(own, int) else context
 
 
-def facts_of(cell: dict, config: DecodeConfig, out: Path, *, start: float, commit: str | None) -> dict:
+def facts_of(cell: dict, config: DecodeConfig, out: Path, *, span: Span, commit: str | None) -> dict:
     """Return what cell.json says beside the run's facts: resolved cell, code and times."""
     environment = manifest.environment()
     if commit is not None:
         environment["git"] = {"commit": commit, "dirty": None}
-    end = time.time()
-    times = {"started": _utc(start), "ended": _utc(end), "seconds": round(end - start, 3)}
     resolved = {**cell, "decode": dataclasses.asdict(config)}
     loader = {"schema": manifest.SCHEMA_VERSION, "loader_digest": manifest.loader_digest()}
-    return {**loader, "cell": resolved, "environment": environment, "rerun": rerun_command(out), **times}
+    return {**loader, "cell": resolved, "environment": environment, "rerun": rerun_command(out), **span.facts()}
 
 
 def _warm_up(runner: ModuleType, server: Server, pending: list[Prompt], config: DecodeConfig) -> None:
@@ -155,7 +152,3 @@ def _request(runner: ModuleType, server: Server, prompt: Prompt, watcher: Watche
 
 def _untimed(trace):
     return dataclasses.replace(trace, prefill_us=None, decode_us=None)
-
-
-def _utc(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")

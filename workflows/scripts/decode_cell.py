@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import datetime
 import errno
 import functools
 import importlib.util
@@ -27,6 +26,7 @@ from tfm.config import DecodeConfig
 from tfm.decode import Prompt
 from tfm.gpu_meter import CardSpan
 from tfm.prompts import read_prepared
+from tfm.span import Span
 from tfm.tokenizer import check_folder_tokenizers, end_tokens, load_tokenizer
 
 DESCRIPTION = """
@@ -47,7 +47,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
 
     Raises ValueError when the weights or prompts are not those of the cell, before any model is built.
     """
-    start = time.time()
+    span = Span()
     # where Snakemake looks for it: `out` may lie below another folder
     place, cell = Path(cell.get("path", out)), without_place(cell)
     check_cell(cell)
@@ -75,7 +75,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, commit: str | None = None,
         facts["device"] = device.facts(where) | {"clocks": clocks}
         # of the CPU only: with a GPU the process may sleep while kernels run
         facts["cpu_share"] = share if cell["device"] == "cpu" else None
-        facts |= run_facts(cell, config, start=start, commit=commit)
+        facts |= run_facts(cell, config, span=span, commit=commit)
         return writer.finish([row.id for row in rows], facts)
 
 
@@ -114,21 +114,18 @@ def _pending(rows, writer: CellWriter) -> list[Prompt]:
     return pending
 
 
-def run_facts(cell: dict, config: DecodeConfig, *, start: float, commit: str | None) -> dict:
+def run_facts(cell: dict, config: DecodeConfig, *, span: Span, commit: str | None) -> dict:
     """Return what cell.json says of the run itself: resolved cell, code, warm-up and times."""
     environment = manifest.environment()
     if commit is not None:
         environment["git"] = {"commit": commit, "dirty": None}
-    end = time.time()
     return {
         "schema": manifest.SCHEMA_VERSION,
         "loader_digest": manifest.loader_digest(),
         "cell": {**cell, "decode": dataclasses.asdict(config)},
         "environment": environment,
         "warm_up": {"prompts": int(cell["clock"] != "off"), "new_tokens": WARM_UP_TOKENS},
-        "started": _utc(start),
-        "ended": _utc(end),
-        "seconds": round(end - start, 3),
+        **span.facts(),
     }
 
 
@@ -283,10 +280,6 @@ def explain(error: Exception, out: Path) -> str:
             "`tfm resume`; finished prompts are kept"
         )
     return str(error) if isinstance(error, BlockingIOError) else f"{type(error).__name__}: {error}"
-
-
-def _utc(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
 
 
 if __name__ == "__main__":

@@ -76,12 +76,12 @@ def run(options: argparse.Namespace) -> dict:
     from decode_cell import run_cell  # after register_kernels
 
     cells, done, failed = part_of(read_cells(options.list), options.part), [], {}
-    deadline = time.time() + options.seconds if options.seconds else float("inf")
+    deadline = time.monotonic() + options.seconds if options.seconds else float("inf")
     for number, cell in enumerate(cells, start=1):
         folder = options.out / cell["path"]
         if is_done(cell, options.out):
             continue
-        if time.time() > deadline:
+        if time.monotonic() > deadline:
             break
         suite = {"cells": str(options.out / f"results/{cell['suite']}/cells"), "total": len(cells), "done": 0}
         try:

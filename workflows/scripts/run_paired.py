@@ -35,6 +35,7 @@ from tfm.config import HEADS  # noqa: E402
 from tfm.decode import Models, Prompt  # noqa: E402
 from tfm.gpu_meter import CardSpan  # noqa: E402
 from tfm.prompts import read_prepared  # noqa: E402
+from tfm.span import Span  # noqa: E402
 from tfm.tokenizer import load_tokenizer  # noqa: E402
 
 DESCRIPTION = """
@@ -66,7 +67,7 @@ class Runner:
     prompts: list[Prompt]
     run: object
     facts: dict
-    start: float
+    taken: Span
     span: CardSpan
     joules: list[float] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)  # prompt -> how many cells decoded it before this one
@@ -89,7 +90,7 @@ class Runner:
         facts["energy"] = {"joule": sum(self.joules), "prompts": len(self.joules)} if self.joules else None
         # null for a prompt that an earlier, killed run decoded
         facts["turns"] = {"of": group, "places": [self.turns.get(prompt.id) for prompt in self.prompts]}
-        facts |= run_facts(self.cell, self.config, start=self.start, commit=commit)
+        facts |= run_facts(self.cell, self.config, span=self.taken, commit=commit)
         return self.writer.finish([prompt.id for prompt in self.prompts], facts)
 
 
@@ -261,7 +262,7 @@ def _try(path: str, failed: dict, call, *arguments):
 
 
 def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Runner:
-    start, file, folder = time.time(), prompts_file(cell, options.out), options.out / cell["path"]
+    taken, file, folder = Span(), prompts_file(cell, options.out), options.out / cell["path"]
     # where Snakemake looks for it: `folder` may lie below another one
     place, cell = Path(cell["path"]), without_place(cell)
     check_weights(cell)
@@ -282,7 +283,7 @@ def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Ru
         "resumed_requests": len(writer.done),
         "rerun": rerun_command(place),
     }
-    return Runner(cell, place.as_posix(), writer, config, prompts, run, facts, start, CardSpan(where))
+    return Runner(cell, place.as_posix(), writer, config, prompts, run, facts, taken, CardSpan(where))
 
 
 def run(options: argparse.Namespace) -> dict:
@@ -290,7 +291,7 @@ def run(options: argparse.Namespace) -> dict:
     cells = read_cells(options.list)
     groups = part_of(groups_of(cells), options.part)
     device.make_deterministic(threads=cells[0]["threads"])
-    deadline = time.time() + options.seconds if options.seconds else float("inf")
+    deadline = time.monotonic() + options.seconds if options.seconds else float("inf")
     files = {prompts_file(cell, options.out) for cell in cells}
     longest = max(len(row.tokens) for file in files for row in read_prepared(file))
     claims, failed, decoded = Claims(options.out / f"results/{cells[0]['suite']}/claims"), {}, 0
@@ -301,16 +302,16 @@ def run(options: argparse.Namespace) -> dict:
             for group in groups:
                 with claims.take(group) as is_mine:
                     left = [cell for cell in group if is_mine and _is_left(cell, claims, failed, options)]
-                    if not left or time.time() > deadline:
+                    if not left or time.monotonic() > deadline:
                         continue
-                    took_any, start = True, time.time()
+                    took_any, start = True, time.monotonic()
                     try:
                         decoded += run_group(left, shared, options, where, failed)
                     finally:
                         for cell in (cell for cell in left if cell["path"] in failed):
                             claims.note(cell, digest_of(cell, prompts_file(cell, options.out)), failed[cell["path"]])
                         name = "/".join(left[0]["path"].split("/")[-4:])
-                        seconds = f"{len(left)} cells, {time.time() - start:.1f} s"
+                        seconds = f"{len(left)} cells, {time.monotonic() - start:.1f} s"
                         print(f"{name}: {seconds}{_reserved(where)}", file=sys.stderr, flush=True)
     left = sum(not is_done(cell, options.out) for group in groups for cell in group)
     return {"groups": len(groups), "prompts": decoded, "left": left, "failed": failed}

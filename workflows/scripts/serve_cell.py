@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from decode_cell import check_weights, decode_config, digest_of, explain, read_cell_argument, source_of, without_place
@@ -17,6 +16,7 @@ from baselines.serving import cell as serving
 from tfm import manifest
 from tfm.cells import CellWriter
 from tfm.prompts import read_prepared
+from tfm.span import Span
 from tfm.tokenizer import load_tokenizer
 
 DESCRIPTION = """
@@ -36,7 +36,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, session: serving.Session, 
     Raises ValueError when the weights or prompts are not those of the cell, before a server starts.
     """
     # where Snakemake looks for it: `out` may lie below another folder
-    start, place, cell = time.time(), Path(cell.get("path", out)), without_place(cell)
+    span, place, cell = Span(), Path(cell.get("path", out)), without_place(cell)
     check_weights(cell)
     rows, digest = read_prepared(prompts), digest_of(cell, prompts)
     tokenizer = load_tokenizer(cell["weights"]["target"])
@@ -53,7 +53,7 @@ def run_cell(cell: dict, *, prompts: Path, out: Path, session: serving.Session, 
         progress.close()
         facts = {"source_digest": source_of(cell), "prompts_sha256": manifest.sha256_file(prompts)}
         facts |= {"prompts": len(rows), **found}
-        facts |= serving.facts_of(cell, config, place, start=start, commit=commit)
+        facts |= serving.facts_of(cell, config, place, span=span, commit=commit)
         return writer.finish([row.id for row in rows], facts)
 
 
