@@ -64,11 +64,11 @@ def test_every_arm_is_timed_by_its_own_steps(bench, monkeypatch):
 
 def test_settings_of_the_plugin_are_those_of_the_trees_alone(bench, monkeypatch):
     fault(monkeypatch)
-    _, record = bench("--arms", "ar", "tfm", "--repeats", "1", "--plugin", "ahead=false", "attention=sglang")
+    _, record = bench("--arms", "ar", "tfm", "--repeats", "1", "--plugin", "ahead=none", "attention=sglang")
     plugins = {arm: found["cell"]["server"]["plugin"] for arm, found in record["arms"].items()}
     assert plugins["ar"] is None
     assert (plugins["tfm"]["ahead"], plugins["tfm"]["attention"], plugins["tfm"]["simulate_accept"]) == (
-        False,
+        "none",
         "sglang",
         3,
     )

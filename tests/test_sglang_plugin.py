@@ -251,7 +251,11 @@ def test_a_layer_on_the_gpu_is_that_of_plain_pytorch(backend):
         ({"proposal": "ddtree", "budget": 8, "kernel": "fast"}, "kernel: 'fast' .*recurrent"),
         ({"proposal": "ddtree", "budget": 8, "attention": "fa3"}, "attention: 'fa3' .*triton, torch, sglang"),
         ({"proposal": "ddtree", "budget": 8, "draft_attention": 1}, "draft_attention: 1 .*triton, torch, sglang"),
-        ({"proposal": "ddtree", "budget": 8, "ahead": "no"}, "ahead: 'no' .*True, False"),
+        ({"proposal": "ddtree", "budget": 8, "ahead": True}, "ahead: True .*none, draft, verify"),
+        (
+            {"proposal": "ddtree", "budget": 8, "ahead": "verify", "attention": "sglang"},
+            "ahead: 'verify' .*attention sglang .allowed: none, draft",
+        ),
         ({"proposal": "tfm", "budget": 8}, "weaver: null .*give it, or set residual to false"),
         ({"proposal": "ddtree", "budget": 0}, "budget: 0 .*an integer >= 1"),
         ({"proposal": "ddtree", "budget": 8, "buget": 9}, "buget: unknown key"),
@@ -300,11 +304,20 @@ def test_a_server_that_would_not_be_exact_is_refused_by_its_flag(flag, value, mo
 @pytest.mark.parametrize(
     ("flags", "settings", "message"),
     [
-        ({"attention_backend": "flashinfer"}, {}, "attention: 'triton' .*backend flashinfer .allowed: sglang"),
+        ({"attention_backend": "flashinfer"}, {}, "attention: 'triton' .*'sglang'.; with .* backend flashinfer"),
         ({"attention_backend": "flashinfer"}, {"attention": "sglang"}, "draft_attention: 'triton' .*flashinfer"),
         ({"speculative_draft_attention_backend": "fa4"}, {}, "draft_attention: 'triton' .*fa4"),
-        ({"attention_backend": "flashinfer"}, {"attention": "sglang", "draft_attention": "sglang"}, None),
-        ({"speculative_draft_attention_backend": "fa4"}, {"draft_attention": "sglang"}, None),
+        (
+            {"speculative_draft_attention_backend": "fa4"},
+            {"draft_attention": "sglang"},
+            "ahead: 'draft' is not allowed .allowed: 'none'.; with .* fa4 it plans a draft from lengths",
+        ),
+        (
+            {"attention_backend": "flashinfer"},
+            {"attention": "sglang", "draft_attention": "sglang", "ahead": "none"},
+            None,
+        ),
+        ({"speculative_draft_attention_backend": "fa4"}, {"draft_attention": "sglang", "ahead": "none"}, None),
     ],
 )
 def test_an_attention_that_would_not_be_called_is_refused(flags, settings, message, monkeypatch):

@@ -13,6 +13,7 @@ class Ahead:
 
     request: object  # of SGLang
     places: Tensor  # [W] int64, slots of the positions that the step may write
+    verified: tuple | None  # the target's output and whether a graph ran, where the verify is under way too
     kept: tuple[Tensor, ...]  # what the other stream reads: must not be freed before it is joined
 
 

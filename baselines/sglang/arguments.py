@@ -27,14 +27,16 @@ def validate(server_args) -> None:
             f"DFLASH_TFM: attention_backend: {backend!r} is not allowed (allowed: {', '.join(ATTENTION)}); the others "
             "do not take a tree's mask here"
         )
-    draft = server_args.speculative_draft_attention_backend or backend
-    for key, found in (("attention", backend), ("draft_attention", draft)):
-        chosen = getattr(settings, key)
-        if chosen != "sglang" and found != "triton":
-            raise ValueError(
-                f"{key}: {chosen!r} is not allowed with SGLang's attention backend {found} (allowed: sglang); this "
-                "project's forms stand in its triton backend"
-            )
+    draft, forms = server_args.speculative_draft_attention_backend or backend, "this project's forms stand in triton"
+    early = "it plans a draft from lengths on the host, which are not known before a step ends"
+    for key, found, allowed, why in (
+        ("attention", backend, "sglang", forms),
+        ("draft_attention", draft, "sglang", forms),
+        ("ahead", draft, "none", early),
+    ):
+        if found != "triton":
+            more = f"with SGLang's attention backend {found} {why}"
+            _require(key, getattr(settings, key), allowed, more)
 
 
 def make_algorithm() -> type:

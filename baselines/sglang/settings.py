@@ -12,6 +12,9 @@ PROPOSALS = ("tfm", "ddtree", "dartree")
 KERNELS = ("fused_cuda", "fused_triton", "solve", "recurrent")
 # ours over SGLang's pool in two forms, and SGLang's own
 ATTENTIONS = ("triton", "torch", "sglang")
+# what of the next step runs behind the commit, before the scheduler has seen the tokens: the draft and its tree, or the
+# verify too; in vain where the request turns out to have ended
+AHEAD = ("none", "draft", "verify")
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Settings:
     weaver: str | None = None  # folder or .pth of the weaver; needed by tfm and dartree while the residual is on
     attention: str = "triton"  # of the tree's rows in the target
     draft_attention: str = "triton"  # of the drafter's block
-    ahead: bool = True  # the next draft and its tree run behind the commit, before the scheduler has seen the tokens
+    ahead: str = "draft"
     simulate_accept: int | None = None  # drafts accepted in every step whatever the target says: for timing only
 
     @staticmethod
@@ -59,16 +62,19 @@ class Settings:
                 raise ValueError(f"{VARIABLE}: {key}: missing key; add it")
         settings = Settings(**found)
         choices = {"proposal": PROPOSALS, "kernel": KERNELS, "attention": ATTENTIONS, "draft_attention": ATTENTIONS}
-        for key, allowed in (*choices.items(), ("ahead", (True, False))):
+        for key, allowed in (choices | {"ahead": AHEAD}).items():
             value = getattr(settings, key)
             if value not in allowed:
-                raise ValueError(
-                    f"{VARIABLE}: {key}: {value!r} is not allowed (allowed: {', '.join(map(str, allowed))})"
-                )
+                raise ValueError(f"{VARIABLE}: {key}: {value!r} is not allowed (allowed: {', '.join(allowed)})")
         if settings.needs_weaver and settings.weaver is None:
             raise ValueError(
                 f"{VARIABLE}: weaver: null is not allowed with proposal {settings.proposal} (allowed: a weaver's "
                 "folder or .pth); give it, or set residual to false"
+            )
+        if settings.ahead == "verify" and settings.attention == "sglang":
+            raise ValueError(
+                f"{VARIABLE}: ahead: 'verify' is not allowed with attention sglang (allowed: none, draft); its mask "
+                "has the context's length, which the host learns after the step"
             )
         settings.decode_config(temperature=0.0, seed=0).check()
         return settings

@@ -144,12 +144,14 @@ class TreeWorker(DFlashWorkerV2):
 
     def _step(self, batch, on_publish, ahead: Ahead | None) -> GenerationBatchResult:
         grower, prefix, request = self.grower, batch.seq_lens, batch.reqs[0]
+        verified = None
         if ahead is not None and ahead.request is request:
-            places = ahead.places
+            places, verified = ahead.places, ahead.verified
         else:
             length = _committed(batch)
             places = self._grow(batch.req_pool_indices, prefix, batch.spec_info.bonus_tokens, length)
-        logits_output, can_run_cuda_graph = self._verify(batch, places[: grower.nodes])
+        batch.out_cache_loc = places[: grower.nodes]
+        logits_output, can_run_cuda_graph = verified or self._verify(batch)
         grower.accept(
             logits_output.next_token_logits,
             self._final.rows,
@@ -167,7 +169,7 @@ class TreeWorker(DFlashWorkerV2):
         new_seq_lens = prefix + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._ahead = self._grow_ahead(batch, new_seq_lens)
+        self._ahead = self._start_ahead(batch, new_seq_lens)
         # SGLang copies all of these before the next step writes them
         bonus = grower.bonus
         return GenerationBatchResult(
@@ -180,21 +182,27 @@ class TreeWorker(DFlashWorkerV2):
             new_seq_lens=new_seq_lens,
         )
 
-    def _grow_ahead(self, batch, prefix: Tensor) -> Ahead | None:
-        """Launch the next step's draft and tree beside the stream that SGLang goes on with, or nothing."""
+    def _start_ahead(self, batch, prefix: Tensor) -> Ahead | None:
+        """Launch the next step's draft and tree, maybe its verify, beside SGLang's stream; or nothing.
+
+        Changes the batch, which SGLang restores after a step.
+        """
         request, committed = batch.reqs[0], _committed(batch)
         left = request.sampling_params.max_new_tokens - len(request.output_ids)
         room = Room(
             self.grower.nodes, self.block_size, self.grower.path_rows, self.model_runner.model_config.context_len
         )
-        # a backend that reads lengths on the host would have to wait for them
-        reads_host = self.draft_model_runner.attn_backend.needs_cpu_seq_lens
-        if not self.settings.ahead or reads_host or not room.holds(committed, left):
+        if self.settings.ahead == "none" or not room.holds(committed, left):
             return None
-        kept = (batch.req_pool_indices, prefix)
+        kept, most, verified = (batch.req_pool_indices, prefix), committed + min(room.path, room.nodes), None
         with self._aside.behind():
-            places = self._grow(*kept, self.grower.bonus, committed + min(room.path, room.nodes))
-        return Ahead(request, places, kept)
+            places = self._grow(*kept, self.grower.bonus, most)
+            # a verify is the longest part of a step: not where this step may end the request by its length
+            if self.settings.ahead == "verify" and left > room.path:
+                batch.seq_lens, batch.seq_lens_cpu = prefix, torch.full_like(batch.seq_lens_cpu, most)
+                batch.out_cache_loc = places[: room.nodes]
+                verified = self._verify(batch)
+        return Ahead(request, places, verified, kept)
 
     def _grow(self, requests: Tensor, prefix: Tensor, root: Tensor, most: int) -> Tensor:
         """Draft behind `prefix` and build the tree; return the slots [W] that the step may write.
@@ -243,11 +251,13 @@ class TreeWorker(DFlashWorkerV2):
             raise RuntimeError("DFLASH_TFM: the drafter returned no hidden rows; check its checkpoint's architecture")
         context.rows[0].copy_(rows.view(block, -1)[1:])
 
-    def _verify(self, batch, places: Tensor):
-        """Run the target over the tree; return its logits [N, vocab] and taps, and whether a graph ran."""
+    def _verify(self, batch):
+        """Run the target over the tree; return its logits [N, vocab] and taps, and whether a graph ran.
+
+        The batch's seq_lens and out_cache_loc are the tree's; what it holds on the host may be more.
+        """
         grower = self.grower
         is_ours = self.settings.attention != "sglang"
-        batch.out_cache_loc = places
         prepare_mamba_track_for_verify(batch)
         tree = TreeVerifyInput(
             draft_token=grower.tokens[0],

@@ -86,7 +86,7 @@ def _settings(words: list[str]) -> dict:
     for word in words:
         name, is_pair, value = word.partition("=")
         if not is_pair:
-            raise ValueError(f"--plugin: {word!r} is not allowed (allowed: NAME=VALUE); write for example ahead=false")
+            raise ValueError(f"--plugin: {word!r} is not allowed (allowed: NAME=VALUE); write for example ahead=none")
         try:
             found[name] = json.loads(value)
         except ValueError:
@@ -183,7 +183,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warm-up", type=int, default=1, help="requests before them")
     add("--context", type=int, default=4096)
     add("--flag", nargs="*", default=[], help="more launch flags of every arm, as name=value")
-    add("--plugin", nargs="*", default=[], help="settings of the plugin of every tree, as name=value: ahead=false")
+    add("--plugin", nargs="*", default=[], help="settings of the plugin of every tree, as name=value: ahead=none")
     add("--layers", type=int, help="fewer layers of the target, a multiple of 4: a smoke test, no time")
     add("--server-python", default=sys.executable, help="Python of SGLang's environment (default: this one)")
     add("--server-seconds", type=float, default=400)
