@@ -288,7 +288,9 @@ def test_work_aside_waits_for_the_stream_it_follows_and_is_waited_for(monkeypatc
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+    # of another priority than SGLang's: torch may hand out one of its own again
+    streams = {0: current[0], -1: Stream("side")}
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: streams[priority])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
     aside = ahead.Aside(torch.device("cuda"))

@@ -40,7 +40,8 @@ class Aside:
     """A stream beside the current one; on a CPU what would run there is done at once."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # torch hands the same 32 streams out again and again, and SGLang's own come from those of priority 0
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def behind(self):
