@@ -96,7 +96,9 @@ def test_the_triton_form_is_the_definition(nodes, heads, kv_heads, committed, wi
     query = torch.cat([query, query], 1)[:, heads:]
     expected = pool_attention.attend(query, keys, values, rows, 0.2)
     cut = pool_attention_triton.choose(heads // kv_heads * nodes, kv_heads, dim)
-    for tiling in (None, *(Tiling(cut.rows, 16, splits, cut.warps, cut.stages) for splits in (3, 32))):
+    # uneven splits, and more of them than there are tiles of keys; the interpreter is slow
+    cuts = (3, 32) if dtype == torch.float32 else ()
+    for tiling in (None, *(Tiling(cut.rows, 16, splits, cut.warps, cut.stages) for splits in cuts)):
         got = pool_attention_triton.attend(query, keys, values, rows, 0.2, tiling=tiling)
         # bf16: two roundings of the last of eight bits
         limit = 2e-5 if dtype == torch.float32 else 2e-2

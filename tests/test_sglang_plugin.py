@@ -10,6 +10,7 @@ import torch
 from engine_models import VOCAB, prompts_of, random_family, run_reference
 
 from baselines.sglang import arguments
+from baselines.sglang.ahead import Aside
 from baselines.sglang.flags import server_of
 from baselines.sglang.gdn_memory import LayerShape, make_memory
 from baselines.sglang.grower import Grower, Shared
@@ -143,6 +144,7 @@ class ServerSteps:
             settings, shared, weaver=models.weaver, draft_rows=rows, seed=seed, memory=None, graphs=graphs
         )
         self.seed, self.graphs, nodes = seed, graphs, settings.budget + 1
+        self.aside = Aside(target.head_weight.device)
         # SGLang's graphs write to the same addresses in every step
         weight = target.head_weight
         self.logits, self.hidden = weight.new_zeros(nodes, len(weight)), weight.new_zeros(nodes, weight.shape[1])
@@ -161,10 +163,13 @@ class ServerSteps:
         drafter.append(output.taps, lengths, notes)
         emitted, accepted = root[0].tolist(), []
         while len(emitted) < count:
-            _, hidden = drafter.draft(context.roots, notes, target)
-            context.rows.copy_(hidden)
-            context.root_positions.copy_(cache.lengths)
-            grower.build()
+            # as the worker: the first draft in the step, the others behind the step before
+            with self.aside.behind() if accepted else contextlib.nullcontext():
+                _, hidden = drafter.draft(context.roots, notes, target)
+                context.rows.copy_(hidden)
+                context.root_positions.copy_(cache.lengths)
+                grower.build()
+            self.aside.join()
             tree = DraftTree(grower.tokens, grower.parents, grower.depths, grower.depths.float(), grower._counts)
             output = target.verify(tree, cache)
             self.logits.copy_(output.logits[0])
