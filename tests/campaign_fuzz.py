@@ -321,11 +321,6 @@ def resolve_text(data: bytes) -> dict:
     return suite.resolve(raw)
 
 
-def parsers(work: Path) -> dict[str, tuple]:
-    """Return all parsers: name -> (strategy, place of the file or None, function)."""
-    return value_parsers() | file_parsers(work) | checkpoint_parsers(work)
-
-
 def is_ours(error: BaseException) -> bool:
     """Whether an error is one that we raise: a subclass of ValueError is a library's, and says not what to do."""
     return type(error) in (ValueError, BlockingIOError) and bool(str(error))
@@ -391,7 +386,9 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        chosen = {name: one for name, one in parsers(work).items() if not options.only or name in options.only}
+        # name -> (strategy, place of the file or None, function)
+        everything = value_parsers() | file_parsers(work) | checkpoint_parsers(work)
+        chosen = {name: one for name, one in everything.items() if not options.only or name in options.only}
         trials = Trials(options.trials or work / "trials.jsonl")
         total, crashes = fuzz_all(chosen, inputs=options.inputs, seed=options.seed, trials=trials)
     if options.crashes:

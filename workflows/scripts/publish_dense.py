@@ -1,23 +1,19 @@
 """Publish suite dense-real as it came back from a GPU machine: records, builders, losslessness, DARTree's claims."""
 
-import argparse
-import contextlib
+import dataclasses
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import yaml
 from dense_readme import folder_text, readme_text
-from input_files import read_plan, told
-from make_figures import draw
-from packing import PLAN, write_packed
+from input_files import told
+from packing import write_packed
 from probe_records import load_probes
-from publish import copy_probes, pack, settle
-from publish_graft import put_into, whole_cells
-from rebuild_published import rebuild_suite
-from write_manifest import manifest
+from publish import copy_probes
+from publish_run import Folder, parser_of, publish
 
 from tfm.manifest import sha256_file
 
@@ -33,22 +29,22 @@ SUITE = "results/dense-real"
 LIMIT = 1_200_000
 TABLES = ("dartree_claims", "lossless")  # of what lies beside the cells; a plan of before them lacks the names
 LEFT_OUT = ("*.md", "*.tex")
-FIGURES = ("throughput", "tau", "latency", "sweeps")
 MARKS = ("<!-- table: dense -->", "<!-- end of table: dense -->")
 
 
-def as_measured(run: Path, plan: dict, asked: dict) -> dict:
-    """Return the plan with each cell as its manifest has it: budgets may have been timed after it.
+def as_measured(folder: Folder) -> Folder:
+    """Return the folder with each cell as its manifest has it: budgets may have been timed after the plan.
 
-    `asked` is the config as planned, sets and temperatures that were not run among it.
+    The config lists what was run of it, sets and temperatures that were not among `open`.
     """
     cells = []
-    for cell in plan["cells"]:
-        facts = json.loads((run / cell["path"] / "cell.json").read_text(encoding="utf-8"))
+    for cell in folder.plan["cells"]:
+        facts = json.loads((folder.run / cell["path"] / "cell.json").read_text(encoding="utf-8"))
         cells.append(facts["cell"] | {"path": cell["path"], "part": cell["part"]})
-    config = plan["config"]
+    config = folder.plan["config"]
     tables = [*config["tables"], *(name for name in TABLES if name not in config["tables"])]
-    return {**plan, "config": config | {"tables": tables} | only_run(asked, cells), "cells": cells}
+    config = config | {"tables": tables} | only_run(folder.planned["config"], cells)
+    return dataclasses.replace(folder, plan={**folder.plan, "config": config, "cells": cells})
 
 
 def only_run(asked: dict, cells: list[dict]) -> dict:
@@ -85,65 +81,33 @@ def copy_beside(run: Path, lossless: list[Path], out: Path) -> None:
         shutil.copyfile(file, out / f"lossless/lossless{f'-{number}' if number else ''}.json")
 
 
-def write_folder(run: Path, plan: dict, lossless: list[Path], expected: dict, packed: Path, made: Path) -> None:
-    """Write everything but README.md into `packed`; `made` takes the tables' other forms."""
-    copy_beside(run, lossless, packed)
-    with contextlib.chdir(run):  # cells are named by their paths in the suite
-        pack([Path(cell["path"]) for cell in plan["cells"]], packed)
-        facts = manifest(plan, Path(SUITE))
-    write_packed(packed / PLAN, plan)
-    rebuild_suite(packed, expected, made, figures=False)
-    draw(made / "tables", made / "figures", plan["config"]["figures"])
-    for name in ("summary.json", "compare.csv"):
-        shutil.copyfile(made / name, packed / name)
-    # rule rebuild_published makes the other forms again
-    shutil.copytree(made / "tables", packed / "tables", ignore=shutil.ignore_patterns(*LEFT_OUT))
-    (packed / "figures").mkdir()
-    for path in (path for name in FIGURES for path in (made / "figures").glob(f"{name}.svg")):
-        shutil.copyfile(path, packed / "figures" / path.name)
+def write_folder(folder: Folder, *, lossless: list[Path]) -> str:
+    """Write everything; return the README's tables."""
+    packed = folder.packed
+    copy_beside(folder.run, lossless, packed)
+    facts = folder.pack_cells()
+    folder.make("tables", left_out=LEFT_OUT)
     facts["probes"] = {name: probe.facts for name, probe in load_probes(packed).items()}
     files = (path for pattern in ("tables/*", "figures/*", "*.csv", "summary.json") for path in packed.glob(pattern))
     facts["outputs"] = {path.relative_to(packed).as_posix(): sha256_file(path) for path in sorted(files)}
     write_packed(packed / "manifest.json.gz", facts)
-
-
-def publish(options) -> dict:
-    """Write everything; return sizes and what is missing. Raises ValueError for too many bytes or damaged records."""
-    run, out = options.run.resolve(), options.out.resolve()
-    expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
-    planned = read_plan(run / SUITE / "plan.json")
-    plan, missing = whole_cells(run, planned)
-    if not plan["cells"]:
-        raise ValueError(f"--run: no cell of {SUITE} is there; run dense.sh measure")
-    made, packed = out.with_name(f".{out.name}.made"), out.with_name(f".{out.name}.partial")
-    for folder in (made, packed):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    write_folder(run, as_measured(run, plan, planned["config"]), options.lossless, expected, packed, made)
     tables = {path.stem: pd.read_csv(path, keep_default_na=True) for path in (packed / "tables").glob("*.csv")}
-    summary = json.loads((packed / "summary.json").read_text(encoding="utf-8"))
-    (packed / "README.md").write_text(folder_text(packed, tables, summary, len(planned["cells"])), encoding="utf-8")
-    settled = settle(packed, out, limit=options.limit)
-    shutil.rmtree(made)
-    if options.readme:
-        put_into(options.readme, readme_text(tables, summary), MARKS)
-    found = {"published": str(options.out), "bytes": settled["bytes"], "cells": len(plan["cells"])}
-    return found | {"missing": len(missing), "first_missing": missing[:1]}
+    text = folder_text(packed, tables, folder.summary(), len(folder.planned["cells"]))
+    (packed / "README.md").write_text(text, encoding="utf-8")
+    return readme_text(tables, folder.summary())
 
 
 @told
 def main() -> int:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, type=Path, help="folder RUN of the offline scripts, or the checkout")
+    of_run = "folder RUN of the offline scripts, or the checkout"
+    parser = parser_of(DESCRIPTION, run=of_run, out="results/published/dense-h200", limit=LIMIT)
     parser.add_argument(
         "--lossless", type=Path, nargs="+", default=[], help="lossless.json; more of them lie beside it"
     )
-    parser.add_argument("--out", type=Path, default=Path("results/published/dense-h200"))
-    parser.add_argument("--expected", type=Path, default=Path("workflows/config/expected.yaml"))
-    parser.add_argument("--readme", type=Path, help="file whose table is replaced")
-    parser.add_argument("--limit", type=int, default=LIMIT, help=f"bytes at most (default: {LIMIT})")
     options = parser.parse_args()
-    print(json.dumps(publish(options)))
+    write = partial(write_folder, lossless=options.lossless)
+    names = {"where": SUITE, "script": "dense.sh measure", "marks": MARKS}
+    print(json.dumps(publish(options, write, **names, change=as_measured)))
     return 0
 
 

@@ -1,23 +1,15 @@
 """Publish suite graft-real as it came back from a GPU machine: records, steps, tables, figures, README table."""
 
-import argparse
-import contextlib
 import json
-import re
-import shutil
 import sys
 from pathlib import Path
 
 import pandas as pd
-import yaml
-from input_files import read_plan, told
-from make_figures import draw
-from packing import PLAN, write_packed
-from publish import pack, settle
-from rebuild_published import ENGINE_RUN, STEPS, rebuild_suite
-from write_manifest import manifest
+from input_files import told
+from packing import write_packed
+from publish_run import Folder, parser_of, publish
+from rebuild_published import ENGINE_RUN, STEPS
 
-from baselines import suite
 from tfm.manifest import write_json
 
 DESCRIPTION = """
@@ -38,19 +30,9 @@ SETTINGS = {"steps": "bench.json.gz", "key": "tuned", "variant": "all:fused_cuda
 TAUS = {"tfm": 6.7, "dflash": 3.8, "ddtree": 5.1}
 LABELS = {"ar": "AR", "dflash": "DFlash", "ddtree": "DDTree", "dartree": "DARTree", "tfm": "DFlash-TfM"}
 LABELS |= {"adaptive": "DFlash-TfM, adaptive budget"}
-FIGURES, LEFT_OUT = ("throughput", "tau", "latency", "sweeps"), ("*.md", "*.tex", "engine_summary.json")
+LEFT_OUT = ("*.md", "*.tex", "engine_summary.json")
 MEASURED = ("tau", "step_over_ar", "speedup", "decode_speedup")
 MARKS = ("<!-- table: graft -->", "<!-- end of table: graft -->")
-
-
-def whole_cells(run: Path, plan: dict) -> tuple[dict, list[str]]:
-    """Return the plan with the cells that are there and local names for what lay elsewhere, and the missing paths."""
-    cells = [cell for cell in plan["cells"] if (run / cell["path"] / "cell.json").is_file()]
-    missing = [cell["path"] for cell in plan["cells"] if cell not in cells]
-    config = plan["config"] | ({"data": "local"} if plan["config"].get("data") else {})
-    settings = {cell["setting"] for cell in cells if cell["part"] == "headline"}
-    temperatures = [one for one in config["temperatures"] if suite.setting_name(one, reasoning=False) in settings]
-    return {**plan, "config": config | {"temperatures": temperatures}, "cells": cells}, missing
 
 
 def copy_steps(run: Path, out: Path) -> None:
@@ -93,65 +75,25 @@ def _number(value) -> str:
     return "" if value is None or pd.isna(value) else f"{value:.2f}"
 
 
-def put_into(readme: Path, table: str, marks: tuple[str, str] = MARKS) -> None:
-    """Replace what stands between the marks; raises ValueError for a file without them."""
-    text = readme.read_text(encoding="utf-8")
-    pattern = re.compile("(" + re.escape(marks[0]) + r")\n.*?(" + re.escape(marks[1]) + ")", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ValueError(f"--readme: {readme} has no {marks[0]} .. {marks[1]}; put the two lines where the table goes")
-    readme.write_text(pattern.sub(lambda found: f"{found[1]}\n{table}\n{found[2]}", text), encoding="utf-8")
-
-
-def publish(options) -> dict:
-    """Write everything; return sizes and what is missing. Raises ValueError for too many bytes or damaged records."""
-    run, out = options.run.resolve(), options.out.resolve()
-    expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
-    plan, missing = whole_cells(run, read_plan(run / SUITE / "plan.json"))
-    if not plan["cells"]:
-        raise ValueError(f"--run: no cell of {SUITE} is there; run graft_cells.sh")
-    made, packed = out.with_name(f".{out.name}.made"), out.with_name(f".{out.name}.partial")
-    for folder in (made, packed):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    with contextlib.chdir(run):  # cells are named by their paths in the suite
-        pack([Path(cell["path"]) for cell in plan["cells"]], packed)
-    write_packed(packed / PLAN, plan)
-    copy_steps(run, packed / STEPS)
-    rebuild_suite(packed, expected, made, figures=False)
-    draw(made / "tables", made / "figures", plan["config"]["figures"])
-    with contextlib.chdir(run):
-        facts = manifest(plan, Path(SUITE))
+def write_folder(folder: Folder) -> str:
+    """Write everything; return the README's table."""
+    packed = folder.packed
+    facts = folder.pack_cells()
+    copy_steps(folder.run, packed / STEPS)
+    folder.make("tables", f"{STEPS}/tables", left_out=LEFT_OUT)
     write_packed(packed / "manifest.json.gz", facts)
-    for name in ("summary.json", "compare.csv"):
-        shutil.copyfile(made / name, packed / name)
-    # rule rebuild_published makes the other forms again
-    for name in ("tables", f"{STEPS}/tables"):
-        shutil.copytree(made / name, packed / name, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    (packed / "figures").mkdir()
-    for path in (path for name in FIGURES for path in (made / "figures").glob(f"{name}.svg")):
-        shutil.copyfile(path, packed / "figures" / path.name)
-    summary = json.loads((packed / "summary.json").read_text())
     card = pd.read_csv(packed / "tables/headline.csv")["device"].iloc[0]
-    table = side_by_side(pd.read_csv(packed / STEPS / "tables/headline.csv"), summary, card)
+    table = side_by_side(pd.read_csv(packed / STEPS / "tables/headline.csv"), folder.summary(), card)
     (packed / "tables/side_by_side.md").write_text(table + "\n", encoding="utf-8")
-    settled = settle(packed, out, limit=options.limit)
-    shutil.rmtree(made)
-    if options.readme:
-        put_into(options.readme, table)
-    found = {"published": str(options.out), "bytes": settled["bytes"], "cells": len(plan["cells"])}
-    return found | {"missing": len(missing), "first_missing": missing[:1]}
+    return table
 
 
 @told
 def main() -> int:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", required=True, type=Path, help="folder RUN of the offline scripts")
-    parser.add_argument("--out", type=Path, default=Path("results/published/graft-h200"))
-    parser.add_argument("--expected", type=Path, default=Path("workflows/config/expected.yaml"))
-    parser.add_argument("--readme", type=Path, help="file whose table is replaced")
-    parser.add_argument("--limit", type=int, default=LIMIT, help=f"bytes at most (default: {LIMIT})")
-    options = parser.parse_args()
-    print(json.dumps(publish(options)))
+    of_run = "folder RUN of the offline scripts"
+    parser = parser_of(DESCRIPTION, run=of_run, out="results/published/graft-h200", limit=LIMIT)
+    names = {"where": SUITE, "script": "graft_cells.sh", "marks": MARKS}
+    print(json.dumps(publish(parser.parse_args(), write_folder, **names)))
     return 0
 
 
