@@ -33,8 +33,10 @@ if importlib.util.find_spec("sglang") is None:
 
 NANO = ROOT / "tfm/weights/nano"
 NEW, CONTEXT = 8, 64
-PLAIN = {"attention": "torch", "draft_attention": "torch"}  # the interpreter takes minutes for a server's decode
-SGLANG = dict.fromkeys(PLAIN, "sglang")
+# the interpreter takes minutes for a server's decode in Triton
+PLAIN = {"attention": "torch", "draft_attention": "torch", "ahead": "draft"}
+TRITON = {"attention": "triton", "draft_attention": "triton"}
+SGLANG = {"attention": "sglang", "draft_attention": "sglang", "ahead": "none"}  # the defaults
 FIRST, SECOND = [10, 20, 30, 40, 50, 60, 70], [11, 21, 31, 300, 301, 302, 303, 304, 305, 306]
 # what the runner's flags say of a card's memory and kernels; the last word of a flag counts
 CPU = ["--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "512"]
@@ -134,8 +136,8 @@ def check(reply: dict, cell: dict, tokens: list[int], *, temperature=0.0, **more
     ("method", "backend", "forms", "settings"),
     [
         pytest.param("ddtree", "solve", "torch", {}, id="ddtree"),
-        pytest.param("dartree", "solve", "torch", SGLANG | {"ahead": "none"}, id="dartree_as_sglang_does"),
-        pytest.param("tfm", "fused_triton", "triton", dict.fromkeys(PLAIN, "triton"), id="tfm_in_triton"),
+        pytest.param("dartree", "solve", "torch", SGLANG, id="dartree_as_sglang_does"),
+        pytest.param("tfm", "fused_triton", "triton", TRITON, id="tfm_in_triton"),
         pytest.param("ddtree", "recurrent", "torch", {"draft_attention": "sglang"}, id="ddtree_recurrent"),
         pytest.param("tfm", "solve", "torch", {"budget": 12}, id="tfm_without_room_ahead"),
         pytest.param("tfm", "solve", "torch", {"ahead": "verify", "depth": 2}, id="tfm_with_verify_ahead"),

@@ -271,6 +271,11 @@ def test_settings_that_are_not_allowed_are_named(found, message):
         Settings.from_dict(found)
 
 
+def test_what_has_not_run_on_a_gpu_is_chosen_by_name():
+    found = Settings.from_dict({"proposal": "ddtree", "budget": 8})
+    assert (found.attention, found.draft_attention, found.ahead) == ("sglang", "sglang", "none")
+
+
 def test_settings_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": 8}))
     assert Settings.from_environment().budget == 8
@@ -309,20 +314,24 @@ def test_a_server_that_would_not_be_exact_is_refused_by_its_flag(flag, value, mo
 @pytest.mark.parametrize(
     ("flags", "settings", "message"),
     [
-        ({"attention_backend": "flashinfer"}, {}, "attention: 'triton' .*'sglang'.; with .* backend flashinfer"),
-        ({"attention_backend": "flashinfer"}, {"attention": "sglang"}, "draft_attention: 'triton' .*flashinfer"),
-        ({"speculative_draft_attention_backend": "fa4"}, {}, "draft_attention: 'triton' .*fa4"),
-        (
-            {"speculative_draft_attention_backend": "fa4"},
-            {"draft_attention": "sglang"},
-            "ahead: 'draft' is not allowed .allowed: 'none'.; with .* fa4 it plans a draft from lengths",
-        ),
         (
             {"attention_backend": "flashinfer"},
-            {"attention": "sglang", "draft_attention": "sglang", "ahead": "none"},
-            None,
+            {"attention": "triton"},
+            "attention: 'triton' .*'sglang'.; with .* backend flashinfer",
         ),
-        ({"speculative_draft_attention_backend": "fa4"}, {"draft_attention": "sglang", "ahead": "none"}, None),
+        ({"attention_backend": "flashinfer"}, {"draft_attention": "triton"}, "draft_attention: 'triton' .*flashinfer"),
+        (
+            {"speculative_draft_attention_backend": "fa4"},
+            {"draft_attention": "triton"},
+            "draft_attention: 'triton' .*fa4",
+        ),
+        (
+            {"speculative_draft_attention_backend": "fa4"},
+            {"ahead": "draft"},
+            "ahead: 'draft' is not allowed .allowed: 'none'.; with .* fa4 it plans a draft from lengths",
+        ),
+        ({"attention_backend": "flashinfer"}, {}, None),
+        ({"speculative_draft_attention_backend": "fa4"}, {"attention": "triton"}, None),
     ],
 )
 def test_an_attention_that_would_not_be_called_is_refused(flags, settings, message, monkeypatch):
