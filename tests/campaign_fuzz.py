@@ -63,6 +63,7 @@ INTERESTING = [
     b"NaN",
     b"\xed\xa0\x80",
 ]
+ALL = list(HealthCheck)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -321,6 +322,11 @@ def resolve_text(data: bytes) -> dict:
     return suite.resolve(raw)
 
 
+def parsers(work: Path) -> dict[str, tuple]:
+    """Return all parsers: name -> (strategy, place of the file or None, function)."""
+    return value_parsers() | file_parsers(work) | checkpoint_parsers(work)
+
+
 def is_ours(error: BaseException) -> bool:
     """Whether an error is one that we raise: a subclass of ValueError is a library's, and says not what to do."""
     return type(error) in (ValueError, BlockingIOError) and bool(str(error))
@@ -332,7 +338,7 @@ def fuzz(parser: tuple, *, inputs: int, seed: int) -> tuple[Counter, list[str]]:
     counts, crashes = Counter(), []
 
     @seeded(seed)
-    @settings(max_examples=inputs, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=HEALTH)
+    @settings(max_examples=inputs, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=ALL)
     @given(strategy)
     def feed(value) -> None:
         counts["inputs"] += 1
@@ -347,9 +353,6 @@ def fuzz(parser: tuple, *, inputs: int, seed: int) -> tuple[Counter, list[str]]:
 
     feed()
     return counts, crashes
-
-
-HEALTH = list(HealthCheck)
 
 
 def fuzz_all(chosen: dict[str, tuple], *, inputs: int, seed: int, trials: Trials) -> tuple[Counter, list[str]]:
@@ -385,11 +388,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        # name -> (strategy, place of the file or None, function)
-        everything = value_parsers() | file_parsers(work) | checkpoint_parsers(work)
-        chosen = {name: one for name, one in everything.items() if not options.only or name in options.only}
-        trials = Trials(options.trials or work / "trials.jsonl")
+        chosen = {name: one for name, one in parsers(Path(folder)).items() if not options.only or name in options.only}
+        trials = Trials(options.trials or Path(folder, "trials.jsonl"))
         total, crashes = fuzz_all(chosen, inputs=options.inputs, seed=options.seed, trials=trials)
     if options.crashes:
         options.crashes.write_text("\n".join(crashes) + "\n")
