@@ -233,9 +233,10 @@ rule rebuild_published:
         "results/rebuilt/rebuild.log",
     params:
         code=script_code("rebuild_published"),
+    threads: 4
     shell:
         "python {input.script} --published results/published --expected {input.expected} --out $(dirname {output})"
-        " > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
+        " --processes {threads} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
 
 
 # not part of rule all: copies the finished suite's records, tables and figures into the tracked tree

@@ -1,7 +1,10 @@
 """Make every table and figure of every published run again from its committed records, and compare the csv files."""
 
 import argparse
+import concurrent.futures
+import functools
 import json
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -84,24 +87,37 @@ def rebuild_engine(folder: Path, out: Path, cells: dict | None = None) -> dict:
     return engine_tables.write_tables(timed, out / "tables", **settings) | engine_tables.from_checks(report)
 
 
-def rebuild(published: Path, expected: dict, out: Path, *, figures: bool = True) -> dict[str, float]:
-    """Make everything again; return the seconds that each published folder took."""
-    seconds = {}
-    for folder in sorted(published.iterdir()):
-        started = time.monotonic()
-        if (folder / PLAN).is_file():
-            rebuild_suite(folder, expected, out / folder.name, figures=figures)
-        elif is_kernel_run(folder):
-            rebuild_kernels(folder, out / folder.name, figures=figures)
-        elif is_engines_run(folder):
-            write_json(out / folder.name / "summary.json", write_engines(load_run(folder, expected), out / folder.name))
-        elif (folder / ENGINE_RUN).is_file():
-            rebuild_engine(folder, out / folder.name)
-        else:
-            continue
-        seconds[folder.name] = round(time.monotonic() - started, 1)
+def rebuild_folder(folder: Path, expected: dict, out: Path, *, figures: bool = True) -> float | None:
+    """Make one published folder again in `out`; return the seconds it took, None for one that holds no run."""
+    started = time.monotonic()
+    if (folder / PLAN).is_file():
+        rebuild_suite(folder, expected, out / folder.name, figures=figures)
+    elif is_kernel_run(folder):
+        rebuild_kernels(folder, out / folder.name, figures=figures)
+    elif is_engines_run(folder):
+        write_json(out / folder.name / "summary.json", write_engines(load_run(folder, expected), out / folder.name))
+    elif (folder / ENGINE_RUN).is_file():
+        rebuild_engine(folder, out / folder.name)
+    else:
+        return None
+    return round(time.monotonic() - started, 1)
+
+
+def rebuild(
+    published: Path, expected: dict, out: Path, *, figures: bool = True, processes: int = 1
+) -> dict[str, float]:
+    """Make everything again, several folders at a time; return the seconds that each published folder took."""
+    folders = sorted(published.iterdir())
+    again = functools.partial(rebuild_folder, expected=expected, out=out, figures=figures)
+    if processes == 1:
+        seconds = list(map(again, folders))
+    else:
+        # spawned: a fork of a process with threads may hang
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+            seconds = list(pool.map(again, folders))
     write_inventory(expected, published, out)
-    return seconds
+    return {folder.name: one for folder, one in zip(folders, seconds, strict=True) if one is not None}
 
 
 def made_again(published: Path) -> list[Path]:
@@ -138,10 +154,11 @@ def main() -> int:
     parser.add_argument("--expected", required=True, type=Path, help="workflows/config/expected.yaml")
     parser.add_argument("--out", required=True, type=Path, help="folder for what is made again")
     parser.add_argument("--report", type=Path, help="JSON file for what differs (default: rebuilt.json in --out)")
+    parser.add_argument("--processes", type=int, default=1, help="folders made at a time (default: 1)")
     options = parser.parse_args()
     try:
         expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
-        seconds = rebuild(options.published, expected, options.out)
+        seconds = rebuild(options.published, expected, options.out, processes=options.processes)
     except ValueError as error:
         print(f"rebuild_published: {error}", file=sys.stderr)
         return 2
