@@ -69,7 +69,7 @@ def test_every_placeholder_of_a_command_is_quoted_or_plain():
         for placeholder in re.findall(r"(?<!\{)\{([a-z_.]+)(:q)?\}", command):
             name, quoted = placeholder
             kind, _, key = name.partition(".")
-            if quoted or kind in ("log", "wildcards", "output"):
+            if quoted or kind in ("log", "wildcards", "output", "threads"):
                 continue
             if kind == "input":
                 assert key in OURS, name
