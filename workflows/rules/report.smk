@@ -231,9 +231,9 @@ rule rebuild_published:
         "results/rebuilt/rebuilt.json",
     log:
         "results/rebuilt/rebuild.log",
+    threads: 4
     params:
         code=script_code("rebuild_published"),
-    threads: 4
     shell:
         "python {input.script} --published results/published --expected {input.expected} --out $(dirname {output})"
         " --processes {threads} > {log} 2>&1 || {{ cat {log} >&2; exit 1; }}"
