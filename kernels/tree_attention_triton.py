@@ -25,6 +25,37 @@ NARROWEST = 128  # bytes of a row of shared memory: Triton 3.6 reads past narrow
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def fold_tile(
+    query, key_at, value_at, start, position, is_key, is_row, node, ahead, committed, own_p, N, scale, best, weight_sum,
+    acc, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return maximum, sum of weights [BM] and weighted values [BM, D] of an online softmax with one more tile of keys.
+
+    `key_at` and `value_at` [BN, D] are addresses of the keys at `position` [BN], the first at `start`. A row is tree
+    row `node` and stands `ahead` behind the first own key, of which it sees what its row of `own_p` says. The maximum
+    is of scores in powers of two.
+    """
+    keys = tl.load(key_at, mask=is_key[:, None], other=0.0)
+    seen = (position < committed)[None, :] & is_row[:, None]
+    if WINDOW > 0:
+        seen = seen & (committed + ahead[:, None] - position[None, :] < WINDOW)
+    if start + position.shape[0] > committed:
+        behind = position - committed
+        is_own = (behind >= 0) & is_key
+        own = tl.load(own_p + node[:, None] * N + behind[None, :], mask=is_own[None, :] & is_row[:, None], other=0)
+        seen = seen | (own != 0)
+    seen = seen & is_key[None, :]
+    scores = dot(query, tl.trans(keys), tl.zeros((query.shape[0], keys.shape[0]), tl.float32)) * (scale * _LOG2_E)
+    scores = tl.where(seen, scores, -1.0e30)
+    top = tl.maximum(best, tl.max(scores, axis=1))
+    weights = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
+    shrink = tl.exp2(best - top)
+    weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
+    values = tl.load(value_at, mask=is_key[:, None], other=0.0)
+    return top, weight_sum, dot(weights.to(values.dtype), values, acc * shrink[:, None])
+
+
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def _split_kernel(
     query_p, keys_p, values_p, committed_p, own_p, depths_p, part_p, stats_p, N, ROWS, SPLITS, memory_stride, scale,
@@ -57,25 +88,10 @@ def _split_kernel(
         key_row = start + tl.arange(0, BN)
         is_key = key_row < high
         at = memory + key_row[:, None].to(tl.int64) * D + lane[None, :]
-        keys = tl.load(keys_p + at, mask=is_key[:, None], other=0.0)
-        seen = (key_row < committed)[None, :] & is_row[:, None]
-        if WINDOW > 0:
-            seen = seen & (committed + depth[:, None] - key_row[None, :] < WINDOW)
-        if start + BN > committed:
-            behind = key_row - committed
-            is_own = (behind >= 0) & is_key
-            own = tl.load(own_p + node[:, None] * N + behind[None, :], mask=is_own[None, :] & is_row[:, None], other=0)
-            seen = seen | (own != 0)
-        seen = seen & is_key[None, :]
-        scores = dot(query, tl.trans(keys), tl.zeros((BM, BN), tl.float32)) * (scale * _LOG2_E)
-        scores = tl.where(seen, scores, -1.0e30)
-        top = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
-        shrink = tl.exp2(best - top)
-        weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-        values = tl.load(values_p + at, mask=is_key[:, None], other=0.0)
-        acc = dot(weights.to(values.dtype), values, acc * shrink[:, None])
-        best = top
+        best, weight_sum, acc = fold_tile(
+            query, keys_p + at, values_p + at, start, key_row, is_key, is_row, node, depth, committed, own_p, N, scale,
+            best, weight_sum, acc, WINDOW,
+        )  # fmt: skip
     place = (split * tl.num_programs(2) + kv).to(tl.int64) * ROWS + row
     tl.store(part_p + place[:, None] * D + lane[None, :], acc, mask=is_row[:, None])
     tl.store(stats_p + place * 2, best, mask=is_row)

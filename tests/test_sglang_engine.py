@@ -36,7 +36,7 @@ NEW, CONTEXT = 8, 64
 # the interpreter takes minutes for a server's decode in Triton
 PLAIN = {"attention": "torch", "draft_attention": "torch", "ahead": "draft"}
 TRITON = {"attention": "triton", "draft_attention": "triton"}
-SGLANG = {"attention": "sglang", "draft_attention": "sglang", "ahead": "none"}  # the defaults
+SGLANG = {"attention": "sglang", "draft_attention": "sglang", "ahead": "none"}
 FIRST, SECOND = [10, 20, 30, 40, 50, 60, 70], [11, 21, 31, 300, 301, 302, 303, 304, 305, 306]
 # what the runner's flags say of a card's memory and kernels; the last word of a flag counts
 CPU = ["--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "512"]

@@ -271,11 +271,6 @@ def test_settings_that_are_not_allowed_are_named(found, message):
         Settings.from_dict(found)
 
 
-def test_what_has_not_run_on_a_gpu_is_chosen_by_name():
-    found = Settings.from_dict({"proposal": "ddtree", "budget": 8})
-    assert (found.attention, found.draft_attention, found.ahead) == ("sglang", "sglang", "none")
-
-
 def test_settings_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(VARIABLE, json.dumps({"proposal": "ddtree", "budget": 8}))
     assert Settings.from_environment().budget == 8
@@ -311,27 +306,22 @@ def test_a_server_that_would_not_be_exact_is_refused_by_its_flag(flag, value, mo
         arguments.validate(server_arguments(**{flag: value}))
 
 
+FLASHINFER, DRAFT_FA4 = {"attention_backend": "flashinfer"}, {"speculative_draft_attention_backend": "fa4"}
+
+
 @pytest.mark.parametrize(
     ("flags", "settings", "message"),
     [
+        (FLASHINFER, {}, "attention: 'triton' .*'sglang'.; with .* backend flashinfer"),
+        (FLASHINFER, {"attention": "sglang"}, "draft_attention: 'triton' .*flashinfer"),
+        (DRAFT_FA4, {}, "draft_attention: 'triton' .*fa4"),
         (
-            {"attention_backend": "flashinfer"},
-            {"attention": "triton"},
-            "attention: 'triton' .*'sglang'.; with .* backend flashinfer",
-        ),
-        ({"attention_backend": "flashinfer"}, {"draft_attention": "triton"}, "draft_attention: 'triton' .*flashinfer"),
-        (
-            {"speculative_draft_attention_backend": "fa4"},
-            {"draft_attention": "triton"},
-            "draft_attention: 'triton' .*fa4",
-        ),
-        (
-            {"speculative_draft_attention_backend": "fa4"},
-            {"ahead": "draft"},
+            DRAFT_FA4,
+            {"draft_attention": "sglang"},
             "ahead: 'draft' is not allowed .allowed: 'none'.; with .* fa4 it plans a draft from lengths",
         ),
-        ({"attention_backend": "flashinfer"}, {}, None),
-        ({"speculative_draft_attention_backend": "fa4"}, {"attention": "triton"}, None),
+        (FLASHINFER, {"attention": "sglang", "draft_attention": "sglang", "ahead": "none"}, None),
+        (DRAFT_FA4, {"draft_attention": "sglang", "ahead": "none"}, None),
     ],
 )
 def test_an_attention_that_would_not_be_called_is_refused(flags, settings, message, monkeypatch):

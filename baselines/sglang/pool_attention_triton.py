@@ -16,10 +16,7 @@ from torch import Tensor
 
 from baselines.sglang.pool_attention import PoolRows
 from tfm_kernels import tree_attention_triton
-from tfm_kernels.dot_triton import dot
-from tfm_kernels.tree_attention_triton import Tiling, choose_tiling
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from tfm_kernels.tree_attention_triton import Tiling, choose_tiling, fold_tile
 
 
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
@@ -54,25 +51,12 @@ def _split_kernel(
         position = start + tl.arange(0, BN)
         is_key = position < high
         slot = tl.load(places + position, mask=is_key, other=0).to(tl.int64)
-        keys = tl.load(keys_p + slot[:, None] * key_slot + lane[None, :], mask=is_key[:, None], other=0.0)
-        seen = (position < committed)[None, :] & is_row[:, None]
-        if WINDOW > 0:
-            seen = seen & (committed + node[:, None] - position[None, :] < WINDOW)
-        if start + BN > committed:
-            behind = position - committed
-            is_own = (behind >= 0) & is_key
-            own = tl.load(own_p + node[:, None] * N + behind[None, :], mask=is_own[None, :] & is_row[:, None], other=0)
-            seen = seen | (own != 0)
-        seen = seen & is_key[None, :]
-        scores = dot(query, tl.trans(keys), tl.zeros((BM, BN), tl.float32)) * (scale * _LOG2_E)
-        scores = tl.where(seen, scores, -1.0e30)
-        top = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp2(scores - top[:, None]), 0.0)
-        shrink = tl.exp2(best - top)
-        weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
-        values = tl.load(values_p + slot[:, None] * value_slot + lane[None, :], mask=is_key[:, None], other=0.0)
-        acc = dot(weights.to(values.dtype), values, acc * shrink[:, None])
-        best = top
+        key_at = keys_p + slot[:, None] * key_slot + lane[None, :]
+        value_at = values_p + slot[:, None] * value_slot + lane[None, :]
+        best, weight_sum, acc = fold_tile(
+            query, key_at, value_at, start, position, is_key, is_row, node, node, committed, own_p, N, scale, best,
+            weight_sum, acc, WINDOW,
+        )  # fmt: skip
     place = (split * tl.num_programs(2) + kv).to(tl.int64) * ROWS + row
     tl.store(part_p + place[:, None] * D + lane[None, :], acc, mask=is_row[:, None])
     tl.store(stats_p + place * 2, best, mask=is_row)

@@ -31,10 +31,9 @@ class Settings:
     residual: bool = True
     depth_bonus: float = 0.0
     weaver: str | None = None  # folder or .pth of the weaver; needed by tfm and dartree while the residual is on
-    # the forms that have run on a GPU; ours and what runs ahead are chosen by name until they have too
-    attention: str = "sglang"  # of the tree's rows in the target
-    draft_attention: str = "sglang"  # of the drafter's block
-    ahead: str = "none"
+    attention: str = "triton"  # of the tree's rows in the target
+    draft_attention: str = "triton"  # of the drafter's block
+    ahead: str = "draft"
     simulate_accept: int | None = None  # drafts accepted in every step whatever the target says: for timing only
 
     @staticmethod
