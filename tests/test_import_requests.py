@@ -74,9 +74,12 @@ def test_an_imported_log_gives_the_harnesss_own_numbers(logs):
     ("data", "words"),
     [
         (b"\x8e[gsm8k 1/1]", "is no text"),
-        (b'{"dataset": "d", "id": 1, "completion_tokens": 4, "dataset_wall": []}', "line 1 is no request .TypeError"),
         (
-            b'{"dataset": "d", "id": 1, "completion_tokens": 4, "temperature": "hot", "reasoning": "on"}',
+            b'{"dataset": "d", "id": 1, "completion_tokens": 4, "spec_verify_ct": 2, "dataset_wall": []}',
+            "line 1 is no request .TypeError",
+        ),
+        (
+            b'{"dataset": "d", "id": 1, "error": "x", "temperature": "hot", "reasoning": "on"}',
             "temperature: 'hot' is not allowed",
         ),
     ],
@@ -87,17 +90,60 @@ def test_what_is_no_log_is_refused_by_file(tmp_path, data, words):
         read_log("tfm", tmp_path / "x.log")
 
 
-def test_requests_without_verify_passes_count_a_step_a_token(tmp_path):
-    row = {"dataset": "gsm8k", "id": 3, "temperature": 1, "reasoning": "on", "dataset_wall": 4.0}
-    lines = [row | {"meta_info": {"completion_tokens": 40, "spec_verify_ct": 0, "finish_reason": {"type": "stop"}}}]
-    lines += [row | {"id": 4, "completion_tokens": 60, "spec_verify_ct": 15, "e2e_latency": 1.0}]
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    log = read_log("ar", tmp_path / "log.jsonl")
-    assert [(r["id"], r["new_tokens"], r["steps"], r["finish_reason"]) for r in log.requests] == [
-        ("3", 40, 40, "stop"),
-        ("4", 60, 15, None),
-    ]
-    assert beside(to_rows(log, "they", "a card"), None)["tok_s"].tolist() == [25, 25]
+ROW = {"dataset": "gsm8k", "id": 3, "temperature": 1, "reasoning": "on", "dataset_wall": 4.0}
+ROW |= {"completion_tokens": 40, "spec_verify_ct": 10}
+
+
+def write(folder, *rows):
+    (folder / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "log.jsonl"
+
+
+@pytest.mark.parametrize("steps", [{"spec_verify_ct": 0}, {"spec_verify_ct": None}, {}, {"spec_verify_ct": 40}])
+def test_requests_of_ar_count_a_step_a_token(tmp_path, steps):
+    row = {key: value for key, value in ROW.items() if key != "spec_verify_ct"}
+    meta = {"meta_info": {"finish_reason": {"type": "stop"}} | steps}
+    log = read_log("ar", write(tmp_path, row | meta, ROW | steps | {"id": 4, "spec_verify_ct": 0, "e2e_latency": 1.0}))
+    assert [(r["id"], r["steps"], r["finish_reason"]) for r in log.requests] == [("3", 40, "stop"), ("4", 40, None)]
+    assert beside(to_rows(log, "they", "a card"), None)["tok_s"].tolist() == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "words"),
+    [
+        *(("tfm", {"spec_verify_ct": value}, "spec_verify_ct .* is no count") for value in (None, -4, 2.5, "9", True)),
+        *(("tfm", {"completion_tokens": value}, "completion_tokens .* is no count") for value in (None, -4, 2.5, "9")),
+        *((name, {"spec_verify_ct": 0}, "request '3': 40 tokens by 0 verify passes") for name in ("dflash", "tfm")),
+        ("ddtree", {"spec_verify_ct": 41}, "40 tokens by 41 verify passes"),
+        ("ar", {}, "10 verify passes for 40 tokens of ar"),
+        ("tfm", {"id": None}, "dataset or id is null"),
+        *(("tfm", {"dataset_wall": wall}, "a wall of .* is not allowed") for wall in (0, -1.0, float("inf"))),
+        ("tfm", {"reasoning": "yes"}, "reasoning: 'yes' is not allowed"),
+        ("tfm", {"meta_info": None}, "line 1 is no request"),
+    ],
+)
+def test_a_count_that_is_missing_or_cannot_be_is_never_one(tmp_path, method, change, words):
+    """sglang#29329: a row of a tree without its verify passes was laid beside ours as one token a pass."""
+    assert read_log("tfm", write(tmp_path, ROW)).requests[0]["steps"] == 10
+    with pytest.raises(ValueError, match=f"log.jsonl.*{words}"):
+        read_log(method, write(tmp_path, ROW | change))
+
+
+def test_a_log_is_one_run_of_prompts_that_differ(tmp_path):
+    for change in ({"temperature": 0}, {"id": 4, "dataset_wall": 5.0}, {}):
+        with pytest.raises(ValueError, match=r"is '0', '1' before|gsm8k is 5.0, 4.0 before|'3' is there twice"):
+            read_log("tfm", write(tmp_path, ROW, ROW | change))
+    assert read_log("tfm", write(tmp_path, ROW | {"reasoning": False})).setting == "t1"
+
+
+def test_what_a_failed_request_made_is_not_counted(tmp_path):
+    """It has its time and no token, as the harness counts; a request that ended in its prefill has no passes."""
+    failed, short = ROW | {"id": 4, "error": "aborted"}, ROW | {"id": 5, "completion_tokens": 1, "spec_verify_ct": 0}
+    log = read_log("tfm", write(tmp_path, ROW, failed, short))
+    row = beside(to_rows(log, "they", "a card"), None).iloc[0]
+    assert (row["tau"], row["tok_s"], row["n"], row["errors"]) == (4, 41 / 4, 1, 1)
+    only = beside(to_rows(read_log("tfm", write(tmp_path, failed)), "they", "a card"), None).iloc[0]
+    assert only["tok_s"] == 0 and only["reason"] == "no ar run of the same sets"
 
 
 def test_a_failed_request_is_counted_and_not_averaged(logs):

@@ -21,8 +21,8 @@ Reads logs of the public harness (the printed output of sglang.bench_dflash_tfm,
 completion_tokens and spec_verify_ct a request), each as METHOD=FILE, and the per_set.csv of a suite of ours. Writes
 requests.jsonl (one JSON object a request, workflows/schemas/request.schema.yaml) and beside.csv (one row a set,
 setting, method and origin, macro first) to --out. Counts as the harness does: tau is tokens / verify passes a request,
-1 without any; tokens a second are those of a set's whole loop. Last line of stdout: one JSON object. Exit 2 on bad
-input.
+1 for ar; tokens a second are those of a set's whole loop, in which a failed request has none. A count that is missing
+is an error and never 1. Last line of stdout: one JSON object. Exit 2 on bad input.
 """
 REQUEST = re.compile(
     r"\[(?P<dataset>\w+) (?P<number>\d+)/(?P<total>\d+)\] qid=(?P<id>\S+) "
@@ -67,6 +67,10 @@ def read_log(method: str, path: Path) -> Log:
     lacking = {"temperature", "reasoning"} - set(log.settings)
     if lacking:
         raise ValueError(f"{path}: says nothing of {', '.join(sorted(lacking))}; the log was cut before its summary")
+    if log.settings["reasoning"] not in ("on", "off"):
+        raise ValueError(
+            f"{path}: reasoning: {log.settings['reasoning']!r} is not allowed (allowed: on, off); repair the log"
+        )
     for key, kind in (("temperature", float), ("concurrency", int), ("seed", int)):
         value = log.settings.get(key, "0")
         try:
@@ -100,28 +104,45 @@ def _from_json(method: str, text: str, path: Path) -> Log:
         try:
             row = json.loads(line)
             row |= row.pop("meta_info", {})
+            if row["dataset"] is None or row["id"] is None:
+                raise ValueError("dataset or id is null")
             fields = {"dataset": str(row["dataset"]), "id": str(row["id"]), "number": len(log.requests) + 1}
-            fields |= {"new_tokens": row["completion_tokens"], "steps": row.get("spec_verify_ct", 0)}
             fields |= {"latency": row.get("e2e_latency"), "finish_reason": _finish(row.get("finish_reason"))}
-            request = _request(fields | {"error": row.get("error")})
-            walls = {str(row["dataset"]): float(row["dataset_wall"])} if "dataset_wall" in row else {}
+            # what a failed request has made by then is not counted
+            fields |= {"error": row.get("error") or None, "new_tokens": None}
+            if fields["error"] is None:
+                fields["new_tokens"] = _count(row, "completion_tokens")
+                fields["steps"] = _count(row, "spec_verify_ct") if method != "ar" or row.get("spec_verify_ct") else 0
+            request = _request(fields)
+            wall = row.get("dataset_wall")
+            walls = {} if wall is None else {fields["dataset"]: float(wall)}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path}: line {number} is no request ({type(error).__name__}: {error}); a line needs dataset, id, "
                 "completion_tokens and spec_verify_ct"
             ) from error
         log.requests.append(request)
-        log.settings |= {
-            key: str(row[key]) for key in ("temperature", "reasoning", "concurrency", "seed") if key in row
-        }
-        log.walls |= walls
+        settings = {key: _word(row[key]) for key in ("temperature", "reasoning", "concurrency", "seed") if key in row}
+        for known, new in ((log.settings, settings), (log.walls, walls)):
+            for key in (key for key in new if known.setdefault(key, new[key]) != new[key]):
+                raise ValueError(
+                    f"{path}: line {number}: {key} is {new[key]!r}, {known[key]!r} before; a log is one run, split it"
+                )
     return log
 
 
+def _word(value) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _count(row: dict, key: str) -> int:
+    if type(row[key]) is not int or row[key] < 0:
+        raise ValueError(f"{key} {row[key]!r} is no count")
+    return row[key]
+
+
 def _request(found: dict) -> dict:
-    tokens, steps = (None if found["new_tokens"] is None else int(found[key] or 0) for key in ("new_tokens", "steps"))
-    # without verify passes every token was one: the harness's rule
-    steps = steps or tokens
+    tokens, steps = (None if found["new_tokens"] is None else int(found[key]) for key in ("new_tokens", "steps"))
     row = {"dataset": found["dataset"], "id": found["id"], "index": int(found["number"]) - 1, "new_tokens": tokens}
     row |= {"steps": steps, "latency_s": None if found["latency"] is None else float(found["latency"])}
     return row | {"finish_reason": found["finish_reason"], "error": found.get("error")}
@@ -132,7 +153,29 @@ def _finish(value) -> str | None:
 
 
 def _check(log: Log, path: Path) -> None:
-    """Raise ValueError when the printed totals of a set are not those of its requests."""
+    """Raise ValueError for counts that cannot be, and when a set's printed totals are not those of its requests.
+
+    The passes of ar become its tokens: each was one, and servers that draft nothing count none.
+    """
+    seen = set()
+    for row in log.requests:
+        where, tokens, steps = f"{path}: {row['dataset']}, request {row['id']!r}", row["new_tokens"], row["steps"]
+        if (row["dataset"], row["id"]) in seen:
+            raise ValueError(f"{where} is there twice; a prompt is counted once, give one run a log")
+        seen.add((row["dataset"], row["id"]))
+        if row["error"] is not None:
+            continue
+        if log.method == "ar" and steps not in (0, tokens):
+            raise ValueError(f"{where}: {steps} verify passes for {tokens} tokens of ar, which drafts nothing")
+        if steps > tokens or (tokens > 1 and not steps and log.method != "ar"):
+            raise ValueError(
+                f"{where}: {tokens} tokens by {steps} verify passes; such a count is not averaged (it is not 1 token a "
+                "pass): check that the server ran the method"
+            )
+        row["steps"] = tokens if log.method == "ar" else steps
+    for dataset, wall in log.walls.items():
+        if not 0 < wall < math.inf:
+            raise ValueError(f"{path}: {dataset}: a wall of {wall} s is not allowed (allowed: above 0); repair the log")
     for dataset, printed in log.printed.items():
         mine = [row for row in log.requests if row["dataset"] == dataset]
         tokens, errors = sum(row["new_tokens"] or 0 for row in mine), sum(row["error"] is not None for row in mine)
@@ -176,8 +219,8 @@ def _numbers(part: pd.DataFrame, ar: pd.DataFrame) -> dict:
     same_sets = len(ar) > 0 and set(ar["dataset"]) == set(part["dataset"])
     row |= {"speedup": speed / reference if same_sets and speed and reference else None}
     reasons = [
-        "" if speed else "the log was cut before its walls",
-        "" if row["speedup"] else "no ar run of the same sets",
+        "" if speed is not None else "the log was cut before its walls",
+        "" if row["speedup"] is not None else "no ar run of the same sets",
     ]
     if (part["requests"] > 1).any():
         reasons.append(f"concurrency {part['requests'].max()}, ours is 1")
