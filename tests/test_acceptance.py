@@ -181,6 +181,20 @@ def test_impossible_tokens_are_never_emitted(rule):
     assert result.expected_accepted.isfinite().all()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rule", ["traversal", "legacy_traversal"])
+@pytest.mark.parametrize("node", [0, 1, 3])
+def test_a_row_without_a_law_is_refused_and_is_no_rejection(rule, node, value):
+    """C064: ratios of NaN are all refused. The root's row ended in an assertion, an inner row's in other text."""
+    tree = make_tree([0, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.1, -3.0, -0.1])
+    logits = torch.full((1, 4, 4), -20.0)
+    logits[0, torch.arange(4), torch.tensor([1, 3, 0, 2])] = 0.0  # the path 0, 1, 3 is all but certain
+    assert accept_at(tree, logits, rule).path.tolist() == [[0, 1, 3]]
+    logits[0, node] = value
+    with pytest.raises(ValueError, match=f"logits: NaN or infinite .request 0, node {node} .*check them"):
+        accept_at(tree, logits, rule)
+
+
 def test_target_only_emits_what_one_row_decoding_emits():
     """The bonus and the path are the tokens that autoregressive decoding draws at the same positions."""
     law = ToyLaw.random(vocab=4, length=4, seed=2)

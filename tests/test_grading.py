@@ -36,6 +36,10 @@ TEST = "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert can
         ("<think>still thinking about 5", None),
         ("\\boxed{x} which is 8", 8),
         ("a share of 1/0", None),
+        (r"half of it: \boxed{\frac{3}{4}}. Not 2.", 0.75),
+        (r"\boxed{\$1,080 \text{ in all}}, 3 times", 1080),
+        ("The answer is \u22125", -5),
+        ("maybe \\boxed{9}</think>\n\nSo 10.", 10),
     ],
 )
 def test_a_gsm8k_answer_is_its_marked_or_last_number(text, number):
@@ -62,6 +66,23 @@ ANSWERS = {
     "leaves_early": ("```python\nimport sys\nsys.exit(0)\ndef total(n): return 0\n```", False),
     "leaves_at_once": ("```python\nimport os\nos._exit(0)\ndef total(n): return 0\n```", False),
 }
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert f(1) == 2",
+        "assert math.isclose(f(1), 2)",
+        "assert not f(1) == 3",
+        "assert (f(1)) == 2",
+        "assert f (1) == 2",
+    ],
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_the_block_that_defines_what_a_test_calls_is_the_program(test, newline):
+    """An example behind the function was taken for it where the first assertion is no plain call."""
+    answer = "```python\ndef f(x):\n    return x + 1\n```\nSo:\n```python\nf(1)\n```\n".replace("\n", newline)
+    exec(grading.mbpp_program(answer, tests=[test], imports=["import math"]), {})
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,8 @@ def accept_by_traversal(
     for request, (rows, chance) in enumerate(zip(tree_rows(tree, logits, temperature), chances, strict=True)):
         path, leaf = run(rows, chance)
         row = (logits[request, path[-1]].double() / temperature).softmax(-1).cpu()
+        if bool(row.isnan().any()):
+            raise _lawless(request, path[-1])
         bonus.append(chance.choose(bonus_weights(row, leaf)))
         paths.append(path + [-1] * (deepest + 1 - len(path)))
     path = torch.tensor(paths, device=logits.device)
@@ -127,7 +129,7 @@ def accept_by_traversal(
 def tree_rows(tree: DraftTree, logits: Tensor, temperature: float) -> list[TreeRows]:
     """Return each request's tree with its target and draft rows in float64, on the host.
 
-    Raises ValueError for a child that is no candidate of its parent.
+    Raises ValueError for a child that is no candidate of its parent, and for a row of logits that has no law.
     """
     law = tree.law or children_law(tree)
     is_candidate, is_child = law.tokens >= 0, tree.parents >= 0
@@ -149,6 +151,9 @@ def tree_rows(tree: DraftTree, logits: Tensor, temperature: float) -> list[TreeR
     rest[inner] = (scores.index_put((rows, picked), scores.new_tensor(-torch.inf)).logsumexp(-1) - total).exp()
     draft = law.log_probs.double().softmax(-1).masked_fill(~is_candidate, 0.0)
     host = [x.cpu() for x in (law.tokens, target, rest, draft)]
+    # a comparison with NaN is a rejection, so that a broken row would pass for one that nobody drafted well
+    if bool((is_broken := (host[1].sum(-1) + host[2]).isnan()).any()):
+        raise _lawless(*is_broken.nonzero()[0].tolist())
     tokens, target, rest, draft = (x.numpy() for x in host)
     return [
         TreeRows(
@@ -164,6 +169,11 @@ def tree_rows(tree: DraftTree, logits: Tensor, temperature: float) -> list[TreeR
             zip(tree.parents.tolist(), columns.tolist(), tree.num_nodes.tolist(), strict=True)
         )
     ]
+
+
+def _lawless(request: int, node: int) -> ValueError:
+    where = f"request {request}, node {node} of its tree"
+    return ValueError(f"logits: NaN or infinite ({where}); the target's weights or dtype are broken, check them")
 
 
 def children_law(tree: DraftTree) -> DraftLaw:

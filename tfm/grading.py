@@ -7,7 +7,12 @@ import re
 from decimal import Decimal, InvalidOperation
 
 # in this order: a boxed number, the set's own mark, words that announce it, else the last number of the text
-MARKS = (r"\\boxed\{([^{}]*)\}", r"####\s*(\S[^\n]*)", r"(?i:answer(?:\s+is)?\s*:?)\s*\**\s*\$?(-?[\d.,/]*\d)")
+MARKS = (
+    r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
+    r"####\s*(\S[^\n]*)",
+    r"(?i:answer(?:\s+is)?\s*:?)\s*\**\s*\$?(-?[\d.,/]*\d)",
+)
+FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d[\d,]*)?")
 FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", flags=re.DOTALL)
 THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", flags=re.DOTALL)
@@ -15,7 +20,7 @@ THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", flags=re.DOTALL)
 
 def gsm8k_answer(text: str) -> Decimal | None:
     """Return the number that an answer gives: the last marked one, else the last number; None without a number."""
-    text = THINKING.sub("", text)
+    text = FRACTION.sub(r"\1/\2", _without_thoughts(text).replace("\u2212", "-"))
     for mark in MARKS:
         numbers = [number for found in re.findall(mark, text) if (number := _number(found)) is not None]
         if numbers:
@@ -49,15 +54,21 @@ def humaneval_program(answer: str, *, prompt: str, entry_point: str, test: str) 
 
 def mbpp_program(answer: str, *, tests: list[str], imports: list[str] | None = None) -> str:
     """Return the program that ends well exactly when an answer passes the assertions."""
-    name = re.search(r"\bassert\s+(?:\w+\()*(\w+)\(", tests[0])
-    return "\n".join([*(imports or ()), _code(answer, name[1] if name else ""), *tests])
+    called = re.findall(r"\b(\w+)\s*\(", "\n".join(tests))
+    return "\n".join([*(imports or ()), _code(answer, *called), *tests])
 
 
-def _code(answer: str, name: str) -> str:
-    answer = THINKING.sub("", answer)
+def _code(answer: str, *names: str) -> str:
+    """Return the last block that defines one of the names, else the last block, else all of the answer."""
+    answer = _without_thoughts(answer).replace("\r\n", "\n")
     blocks = [body for _, body in FENCE.findall(answer)]
-    defining = [body for body in blocks if name and re.search(rf"\bdef {re.escape(name)}\b", body)]
+    defining = [body for body in blocks if set(names) & set(re.findall(r"\bdef (\w+)", body))]
     return (defining or blocks or [answer])[-1]
+
+
+def _without_thoughts(text: str) -> str:
+    # with reasoning on the block was opened by the prompt
+    return THINKING.sub("", text).rpartition("</think>")[2]
 
 
 def _indented(code: str) -> str:
