@@ -117,6 +117,10 @@ def test_requests_of_ar_count_a_step_a_token(tmp_path, steps):
         ("ddtree", {"spec_verify_ct": 41}, "40 tokens by 41 verify passes"),
         ("ar", {}, "10 verify passes for 40 tokens of ar"),
         ("tfm", {"id": None}, "dataset or id is null"),
+        *(("tfm", {"dataset": name}, "dataset .* is not allowed") for name in ("", " ", "macro")),
+        *(("tfm", {"e2e_latency": value}, "latency .* is not allowed") for value in (-1, float("nan"), float("inf"))),
+        ("tfm", {"finish_reason": ["stop"]}, "finish_reason .'stop'. is not allowed"),
+        ("tfm", {"concurrency": 0}, "concurrency: '0' is not allowed"),
         *(("tfm", {"dataset_wall": wall}, "a wall of .* is not allowed") for wall in (0, -1.0, float("inf"))),
         ("tfm", {"reasoning": "yes"}, "reasoning: 'yes' is not allowed"),
         ("tfm", {"meta_info": None}, "line 1 is no request"),
@@ -131,9 +135,32 @@ def test_a_count_that_is_missing_or_cannot_be_is_never_one(tmp_path, method, cha
 
 def test_a_log_is_one_run_of_prompts_that_differ(tmp_path):
     for change in ({"temperature": 0}, {"id": 4, "dataset_wall": 5.0}, {}):
-        with pytest.raises(ValueError, match=r"is '0', '1' before|gsm8k is 5.0, 4.0 before|'3' is there twice"):
+        with pytest.raises(
+            ValueError, match=r"is '0', '1' before|the wall of gsm8k is 5.0, 4.0 before|'3' is there twice"
+        ):
             read_log("tfm", write(tmp_path, ROW, ROW | change))
     assert read_log("tfm", write(tmp_path, ROW | {"reasoning": False})).setting == "t1"
+
+
+@pytest.mark.parametrize("change", [{"text": "one\u2028two\x85three"}, {"dataset": "live-code"}])
+def test_text_of_any_kind_ends_no_line_and_names_may_have_dashes(tmp_path, change):
+    rows = [ROW | change, ROW | {"dataset": "mbpp"}, ROW | {"dataset": "mbpp", "id": 4, "completion_tokens": 0}]
+    rows[2]["spec_verify_ct"] = 0
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "log.jsonl").write_text(text, encoding="utf-8-sig", newline="")
+    found = to_rows(read_log("tfm", tmp_path / "log.jsonl"), "they", "a card")
+    assert [(row["id"], row["index"]) for row in found] == [("3", 0), ("3", 0), ("4", 1)]  # of the row in its set
+    last = beside(found, None).iloc[-1]
+    assert last["n"] == 1 and last["reason"].startswith("1 requests without a token, in no mean")
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\0"])
+def test_a_table_by_set_that_is_none_is_named(logs, capsys, text):
+    (logs / "per_set.csv").write_text(text)
+    words = ["--log", f"tfm={logs}/tfm.log", "--origin", "a", "--device", "b", "--per-set", f"{logs}/per_set.csv"]
+    assert import_requests.main([*words, "--out", f"{logs}/out"]) == 2
+    assert f"--per-set: {logs}/per_set.csv " in capsys.readouterr().err
+    assert import_requests.main([*words[:-2], "--out", f"{logs}/tfm.log"]) == 2  # a file in the folder's place
 
 
 def test_what_a_failed_request_made_is_not_counted(tmp_path):
@@ -161,6 +188,8 @@ def test_a_failed_request_is_counted_and_not_averaged(logs):
     ("change", "words"),
     [
         (lambda text: text.replace("[gsm8k 2/2]", "[gsm9k 2/2]"), "lines are missing"),
+        (lambda text: text.replace("[gsm8k 1/2]", "[gsm-8k 1/2]"), "gsm8k has no request number 1; lines are missing"),
+        (lambda text: text.replace("latency=1.5s", "latency=1e-05s"), "'.gsm8k 1/2.*' is no whole line of the harness"),
         (lambda text: text.partition("=====")[0], "says nothing of reasoning, temperature"),
         (lambda text: "", "no request of the harness"),
         (lambda text: '{"dataset": "gsm8k"}', "line 1 is no request"),

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,15 +26,17 @@ setting, method and origin, macro first) to --out. Counts as the harness does: t
 is an error and never 1. Last line of stdout: one JSON object. Exit 2 on bad input.
 """
 REQUEST = re.compile(
-    r"\[(?P<dataset>\w+) (?P<number>\d+)/(?P<total>\d+)\] qid=(?P<id>\S+) "
+    r"\[(?P<dataset>[^\]\s]+) (?P<number>\d+)/(?P<total>\d+)\] qid=(?P<id>\S+) "
     r"(?:tokens=(?P<new_tokens>\d+) steps=(?P<steps>\d+) accept_length=\S+ latency=(?P<latency>[\d.]+)s "
     r"finish=(?P<finish_reason>.*)|ERROR: (?P<error>.*))"
 )
+BEGINS = re.compile(r"\[\S+ \d+/\d+\] qid=")
 SETTINGS = re.compile(r"\b(temperature|reasoning|max_new_tokens|concurrency|seed|model)=(\S*)")
 TOTALS = re.compile(
-    r"(?P<dataset>\w+) +(?P<prompts>\d+) +(?P<errors>\d+) +(?P<tokens>\d+) +(?P<wall>[\d.]+) +[\d.]+ +[\d.]+ +\S+"
+    r"(?P<dataset>\S+) +(?P<prompts>\d+) +(?P<errors>\d+) +(?P<tokens>\d+) +(?P<wall>[\d.]+) +[\d.]+ +[\d.]+ +\S+"
 )
-WARM_UP = "warmup"
+WARM_UP, MACRO = "warmup", "macro"
+OURS = ("suite", "device", "dataset", "variant", "setting")  # columns of a per_set.csv
 COLUMNS = ("dataset", "setting", "method", "origin", "device", "tau", "tau_low", "tau_high", "tok_s", "speedup", "n")
 COLUMNS += ("errors", "reason")
 
@@ -58,10 +61,10 @@ def read_log(method: str, path: Path) -> Log:
     """Return a log; raises ValueError naming the file for one that is not the harness's, or contradicts itself."""
     one_of("method", method, METHODS)
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is no text ({error}); give the log as the harness printed it") from error
-    log = _from_json(method, text, path) if text.lstrip().startswith("{") else _from_print(method, text)
+    log = _from_json(method, text, path) if text.lstrip().startswith("{") else _from_print(method, text, path)
     if not log.requests:
         raise ValueError(f"{path}: no request of the harness in it; give its whole printed output, or JSON lines")
     lacking = {"temperature", "reasoning"} - set(log.settings)
@@ -71,23 +74,28 @@ def read_log(method: str, path: Path) -> Log:
         raise ValueError(
             f"{path}: reasoning: {log.settings['reasoning']!r} is not allowed (allowed: on, off); repair the log"
         )
-    for key, kind in (("temperature", float), ("concurrency", int), ("seed", int)):
-        value = log.settings.get(key, "0")
+    for key, kind, least in (("temperature", float, 0), ("concurrency", int, 1), ("seed", int, 0)):
+        value = log.settings.get(key, str(least))
         try:
-            is_allowed = 0 <= kind(value) < math.inf
+            is_allowed = least <= kind(value) < math.inf
         except ValueError:
             is_allowed = False
         if not is_allowed:
-            raise ValueError(f"{path}: {key}: {value!r} is not allowed (allowed: a finite number >= 0); repair the log")
+            allowed = f"a finite number >= {least}"
+            raise ValueError(f"{path}: {key}: {value!r} is not allowed (allowed: {allowed}); repair the log")
     _check(log, path)
     return log
 
 
-def _from_print(method: str, text: str) -> Log:
+def _from_print(method: str, text: str, path: Path) -> Log:
     log = Log(method)
     for line in text.splitlines():
-        if (found := REQUEST.fullmatch(line.strip())) and found["dataset"] != WARM_UP:
-            log.requests.append(_request(found.groupdict()))
+        if found := REQUEST.fullmatch(line.strip()):
+            log.requests += [_request(found.groupdict())] if found["dataset"] != WARM_UP else []
+        elif BEGINS.match(line.strip()):
+            raise ValueError(
+                f"{path}: {line.strip()[:90]!r} is no whole line of the harness; give its output as it was"
+            )
         elif line.startswith("base_url="):
             log.settings = dict(SETTINGS.findall(line))
         elif (found := TOTALS.fullmatch(line.strip())) and found["dataset"] != "dataset":
@@ -97,16 +105,20 @@ def _from_print(method: str, text: str) -> Log:
 
 
 def _from_json(method: str, text: str, path: Path) -> Log:
-    log = Log(method)
-    for number, line in enumerate(text.splitlines(), start=1):
+    log, counts = Log(method), Counter()
+    # not splitlines: a reply may hold U+2028, which ends no line of JSON
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             row |= row.pop("meta_info", {})
+            name = str(row["dataset"]).strip()
             if row["dataset"] is None or row["id"] is None:
                 raise ValueError("dataset or id is null")
-            fields = {"dataset": str(row["dataset"]), "id": str(row["id"]), "number": len(log.requests) + 1}
+            if name in ("", MACRO):
+                raise ValueError(f"dataset {row['dataset']!r} is not allowed (allowed: a name, not {MACRO})")
+            fields = {"dataset": name, "id": str(row["id"]), "number": counts[name] + 1}
             fields |= {"latency": row.get("e2e_latency"), "finish_reason": _finish(row.get("finish_reason"))}
             # what a failed request has made by then is not counted
             fields |= {"error": row.get("error") or None, "new_tokens": None}
@@ -121,13 +133,13 @@ def _from_json(method: str, text: str, path: Path) -> Log:
                 f"{path}: line {number} is no request ({type(error).__name__}: {error}); a line needs dataset, id, "
                 "completion_tokens and spec_verify_ct"
             ) from error
+        counts[name] += 1
         log.requests.append(request)
         settings = {key: _word(row[key]) for key in ("temperature", "reasoning", "concurrency", "seed") if key in row}
-        for known, new in ((log.settings, settings), (log.walls, walls)):
+        for what, known, new in (("", log.settings, settings), ("the wall of ", log.walls, walls)):
             for key in (key for key in new if known.setdefault(key, new[key]) != new[key]):
-                raise ValueError(
-                    f"{path}: line {number}: {key} is {new[key]!r}, {known[key]!r} before; a log is one run, split it"
-                )
+                before = f"{known[key]!r} before; a log is one run, split it"
+                raise ValueError(f"{path}: line {number}: {what}{key} is {new[key]!r}, {before}")
     return log
 
 
@@ -144,12 +156,18 @@ def _count(row: dict, key: str) -> int:
 def _request(found: dict) -> dict:
     tokens, steps = (None if found["new_tokens"] is None else int(found[key]) for key in ("new_tokens", "steps"))
     row = {"dataset": found["dataset"], "id": found["id"], "index": int(found["number"]) - 1, "new_tokens": tokens}
-    row |= {"steps": steps, "latency_s": None if found["latency"] is None else float(found["latency"])}
+    latency = None if found["latency"] is None else float(found["latency"])
+    if latency is not None and not 0 <= latency < math.inf:
+        raise ValueError(f"latency {latency} is not allowed (allowed: seconds >= 0)")
+    row |= {"steps": steps, "latency_s": latency}
     return row | {"finish_reason": found["finish_reason"], "error": found.get("error")}
 
 
 def _finish(value) -> str | None:
-    return value.get("type") if isinstance(value, dict) else value
+    value = value.get("type") if isinstance(value, dict) else value
+    if not isinstance(value, str | None):
+        raise ValueError(f"finish_reason {value!r} is not allowed (allowed: a word, or an object with a type)")
+    return value
 
 
 def _check(log: Log, path: Path) -> None:
@@ -173,6 +191,11 @@ def _check(log: Log, path: Path) -> None:
                 "pass): check that the server ran the method"
             )
         row["steps"] = tokens if log.method == "ar" else steps
+    for dataset in {row["dataset"]: None for row in log.requests}:
+        numbers = sorted(row["index"] for row in log.requests if row["dataset"] == dataset)
+        gap = next((place for place, number in enumerate(numbers) if number != place), None)
+        if gap is not None:
+            raise ValueError(f"{path}: {dataset} has no request number {gap + 1}; lines are missing")
     for dataset, wall in log.walls.items():
         if not 0 < wall < math.inf:
             raise ValueError(f"{path}: {dataset}: a wall of {wall} s is not allowed (allowed: above 0); repair the log")
@@ -203,8 +226,8 @@ def beside(rows: list[dict], per_set: pd.DataFrame | None) -> pd.DataFrame:
     ):
         identity = {"setting": setting, "method": method, "origin": origin, "device": device}
         reference = frame[(frame["origin"] == origin) & (frame["setting"] == setting) & (frame["method"] == "ar")]
-        for dataset in ["macro", *part["dataset"].unique()]:
-            mine, ar = (rows if dataset == "macro" else rows[rows["dataset"] == dataset] for rows in (part, reference))
+        for dataset in [MACRO, *part["dataset"].unique()]:
+            mine, ar = (rows if dataset == MACRO else rows[rows["dataset"] == dataset] for rows in (part, reference))
             table.append({"dataset": dataset, **identity, **_numbers(mine, ar)})
     ours = [] if per_set is None else _ours(per_set)
     return pd.DataFrame([*table, *ours]).reindex(columns=list(COLUMNS))
@@ -218,7 +241,9 @@ def _numbers(part: pd.DataFrame, ar: pd.DataFrame) -> dict:
     # the ratio of the macros, and only where ar ran on the same sets
     same_sets = len(ar) > 0 and set(ar["dataset"]) == set(part["dataset"])
     row |= {"speedup": speed / reference if same_sets and speed and reference else None}
+    empty = int((part["error"].isna() & (part["new_tokens"] == 0)).sum())
     reasons = [
+        f"{empty} requests without a token, in no mean" if empty else "",
         "" if speed is not None else "the log was cut before its walls",
         "" if row["speedup"] is not None else "no ar run of the same sets",
     ]
@@ -233,6 +258,19 @@ def _tok_s(part: pd.DataFrame) -> float | None:
         return None
     by_set = part.groupby("dataset").agg(tokens=("new_tokens", "sum"), wall=("dataset_wall_s", "first"))
     return float((by_set["tokens"] / by_set["wall"]).mean())
+
+
+def read_per_set(path: Path) -> pd.DataFrame:
+    """Return a suite's table by set; raises ValueError naming the file for what is none."""
+    try:
+        table = pd.read_csv(path)
+        lacking = [column for column in OURS if column not in table]
+        problem = f"lacks {', '.join(lacking)}" if lacking else ""
+    except ValueError as error:  # pandas' own, and what is not UTF-8
+        problem = f"is no table ({error})"
+    if problem:
+        raise ValueError(f"--per-set: {path} {problem}; give tables/per_set.csv of a suite")
+    return table
 
 
 def _ours(per_set: pd.DataFrame) -> list[dict]:
@@ -262,13 +300,13 @@ def main(arguments: list[str] | None = None) -> int:
             log = read_log(method, Path(name))
             digest = sha256_file(Path(name))
             rows += [row | {"log_sha256": digest} for row in to_rows(log, options.origin, options.device)]
-        table = beside(rows, pd.read_csv(options.per_set) if options.per_set else None)
+        table = beside(rows, read_per_set(options.per_set) if options.per_set else None)
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(options.out / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_atomic(options.out / "beside.csv", table.to_csv(index=False, lineterminator="\n").encode())
     except (ValueError, OSError) as error:
         print(f"import_requests: {error}", file=sys.stderr)
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_atomic(options.out / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-    write_atomic(options.out / "beside.csv", table.to_csv(index=False, lineterminator="\n").encode())
     print(json.dumps({"requests": len(rows), "rows": len(table)}))
     return 0
 
