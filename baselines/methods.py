@@ -5,7 +5,9 @@ Factories are strings and no method imports this module, so that the source dige
 
 import dataclasses
 import importlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from tfm.config import HEADS
 
@@ -18,6 +20,7 @@ class Method:
     parts: tuple[str, ...] = ()  # what it decodes with beside the target
     knobs: tuple[str, ...] = ()  # numbers of DecodeConfig that it takes, in the order that a variant's name spells them
     options: tuple[str, ...] = ()  # other fields of DecodeConfig that it takes
+    costs: str = ""  # file of the repository whose measured budgets it chooses among, for one request at a time
 
     def parts_for(self, config) -> tuple[str, ...]:
         """Return the parts that these settings need: the head they name for the weaver, none with a residual of 0."""
@@ -47,6 +50,7 @@ METHODS = {
         parts=("drafter", "weaver"),
         knobs=("budget", "candidates", "children", "depth"),
         options=("residual", "head"),
+        costs="tfm/adaptive_costs.json",
     ),
     "headchain": Method(
         "baselines.headchain:make_proposer",
@@ -124,6 +128,8 @@ def check(config, draft_rows: int | None = None):
             f"budget: None is not allowed (allowed: an integer >= 1); {config.method} needs the number of drafted "
             "nodes, for example 64"
         )
+    if method.costs:
+        _check_costs(config, method)
     of_methods = {name for entry in METHODS.values() for name in (*entry.knobs, *entry.options)}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -133,3 +139,18 @@ def check(config, draft_rows: int | None = None):
                 "leave it out"
             )
     return config
+
+
+def _check_costs(config, method: Method) -> None:
+    if config.requests != 1:
+        raise ValueError(
+            f"requests: {config.requests} is not allowed for method {config.method} (allowed: 1), which follows one "
+            "request at a time; set it to 1"
+        )
+    found = json.loads((Path(__file__).parents[1] / method.costs).read_text(encoding="utf-8"))
+    least = min(map(int, found["ms"]))
+    if config.budget < least:
+        raise ValueError(
+            f"budget: {config.budget} is not allowed for method {config.method} (allowed: {least} or more, the "
+            "smallest measured step); raise it"
+        )

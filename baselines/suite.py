@@ -24,7 +24,7 @@ from baselines.names import (
 )
 from baselines.refusals import one_of
 from baselines.validation import FIGURE_TABLES, SCHEMA_FILE, resolve
-from tfm.config import DecodeConfig
+from tfm.config import GREEDY_BELOW, DecodeConfig
 
 __all__ = [
     "AGAIN",
@@ -75,7 +75,8 @@ def resolve_cell(config: dict, *, dataset: str, variant: str, setting: str, seed
     in_headline = replace(parsed, again=False) in headline(config)
     timed = parsed.staged or config["timed"] == "all"
     timed = timed or (config["timed"] and in_headline and seed == config["seeds"][0])
-    decode = _settings(config, parsed, temperature=temperature, seed=seed, requests=1 if timed else config["requests"])
+    alone = timed or METHODS[parsed.method].costs
+    decode = _settings(config, parsed, temperature=temperature, seed=seed, requests=1 if alone else config["requests"])
     digests = weight_digests(config) if digests is None else digests
     parts = ("target", *METHODS[decode.method].parts_for(decode))
     # named only where the suite decides it, so that cells of other suites and of ar do not hang on it
@@ -131,7 +132,7 @@ def _grid(config: dict):
             for reasoning in config["reasoning"]:
                 setting = setting_name(temperature, reasoning=reasoning)
                 # greedy decoding draws nothing, so one seed says all
-                for seed in config["seeds"][:1] if temperature == 0 else config["seeds"]:
+                for seed in config["seeds"][:1] if temperature < GREEDY_BELOW else config["seeds"]:
                     for variant in headline(config):
                         yield "headline", dataset, variant, setting, seed
     side = setting_name(config["side"]["temperature"], reasoning=config["reasoning"][0])

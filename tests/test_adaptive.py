@@ -1,11 +1,13 @@
 """tfm-adaptive: the budget follows expected tokens over cost, both loops choose alike, and no token changes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from engine_models import assert_same_records, prompts_of, random_family, run_reference, run_static
 
+from baselines.methods import METHODS
 from tfm import adaptive
 from tfm.adaptive import BudgetPolicy, Costs, expected_gains
 from tfm.config import DecodeConfig
@@ -15,8 +17,11 @@ MS = {2: 10.0, 6: 11.0, 12: 14.0}
 
 
 @pytest.fixture
-def costs(monkeypatch):
-    monkeypatch.setattr(Costs, "read", staticmethod(lambda: Costs(MS, {"device": "a test"})))
+def costs(monkeypatch, tmp_path):
+    found = Costs(MS, {"device": "a test"})
+    found.write(tmp_path / "costs.json")
+    monkeypatch.setattr(Costs, "read", staticmethod(lambda: found))
+    monkeypatch.setitem(METHODS, "adaptive", replace(METHODS["adaptive"], costs=f"{tmp_path}/costs.json"))
 
 
 def config_of(method="adaptive", **more):

@@ -289,6 +289,8 @@ def test_a_traced_step_holds_its_tree_and_marks_the_path():
         ({"presence_penalty": 1.5}, "presence_penalty: 1.5"),
         ({"gdn_backend": "fastest"}, "gdn_backend: 'fastest' .*allowed: naive, solve"),
         ({"residual": 0, "method": "tfm", "budget": 8}, "residual: 0 .*true or false"),
+        ({"method": "adaptive", "budget": 64, "requests": 2}, "requests: 2 .*method adaptive .allowed: 1.*set it to 1"),
+        ({"method": "adaptive", "budget": 15}, "budget: 15 .*method adaptive .allowed: 16 or more.*raise it"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

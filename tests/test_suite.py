@@ -170,6 +170,8 @@ def test_names_spell_variants_both_ways():  # C114
     config = suite.resolve({**NANO, **sweeps, "methods": list(METHODS)})
     cells = suite.expand(config)
     assert len({cell["path"] for cell in cells}) == len(cells)
+    # it follows one request at a time: its untimed cells failed after their models had loaded
+    assert {cell["decode"]["requests"] for cell in cells if cell["decode"]["method"] == "adaptive"} == {1}
     for cell in cells:
         variant = suite.parse_variant(cell["variant"], config)
         assert variant.name(config) == cell["variant"]
@@ -226,6 +228,8 @@ def test_the_nano_suite_has_the_cells_its_readers_expect():
     assert all(cell["seed"] == 0 for cell in timed) and all(cell["threads"] == 1 for cell in cells)
     # greedy decoding has one seed; stages trace trees; rules that are audited never stand in the headline
     assert {cell["seed"] for cell in cells if cell["setting"] == "t0"} == {0}
+    cool = suite.expand(suite.resolve({**NANO, "temperatures": [1, 1e-6]}))
+    assert {cell["seed"] for cell in cool if cell["setting"] == "t0.000001"} == {0}
     assert all(cell["traced"] == cell["variant"].endswith("-stages") for cell in cells)
     audited = {cell["variant"]: cell["decode"] for cell in cells if cell["part"] == "audit"}
     assert {name: (decode["rule"], decode["siblings"]) for name, decode in audited.items()} == {

@@ -145,7 +145,7 @@ def decode_prompts(
     if cell["clock"] != "off":
         # no measured prompt: the first one's tokens in reverse
         warm_up = Prompt("warm-up", 0, prompts[0].tokens[::-1])
-        run([warm_up], max_new_tokens=WARM_UP_TOKENS, on_finish=lambda _: None)
+        run([warm_up], max_new_tokens=WARM_UP_TOKENS, on_finish=lambda _: None, detokenise=tokenizer.decode)
 
     def on_finish(trace) -> None:
         writer.add(trace)

@@ -270,12 +270,13 @@ def _open(cell: dict, shared: Shared, options, where: torch.device, stack) -> Ru
     prompts = [Prompt(row.id, row.index, row.tokens) for row in rows]
     writer = stack.enter_context(CellWriter(folder, digest=digest_of(cell, file)))
     writer.on_device(device.facts(where)["name"], [row.id for row in rows])
-    config = decode_config(cell, load_tokenizer(cell["weights"]["target"]))
+    tokenizer = load_tokenizer(cell["weights"]["target"])
+    config = decode_config(cell, tokenizer)
     run = shared.loop(cell, config)
     if cell["clock"] != "off":
         # no measured prompt: the first one's tokens in reverse
         warm_up = Prompt("warm-up", 0, prompts[0].tokens[::-1])
-        run([warm_up], max_new_tokens=WARM_UP_TOKENS, on_finish=lambda _: None)
+        run([warm_up], max_new_tokens=WARM_UP_TOKENS, on_finish=lambda _: None, detokenise=tokenizer.decode)
     facts = {
         "source_digest": source_of(cell),
         "prompts_sha256": manifest.sha256_file(file),
