@@ -5,12 +5,14 @@ time, so greedy outputs differ where the two best scores are closer than the typ
 """
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 import torch
 from test_nano import ARMS, WEIGHTS, embedded_prompts
+from workflow_runs import ROOT
 
 from baselines.loading import load_models
 from baselines.methods import resolve
@@ -86,3 +88,23 @@ def test_a_wrong_token_is_no_near_tie():
         assert not classify(parts(torch.bfloat16), prompt, tokens, wrong).is_near_tie
         assert not classify(parts(torch.bfloat16), prompt, tokens, tokens[:-1]).is_near_tie
         assert classify(parts(torch.bfloat16), prompt, tokens, tokens) is None
+
+
+def test_the_check_of_a_family_calls_a_token_that_is_no_runner_up_and_a_cut_text_wrong():
+    """C038, C046: judged by ar's two best scores alone, any token passed at a near tie, and so did a text cut there."""
+    sys.path.insert(0, str(ROOT / "workflows/scripts"))
+    import check_lossless
+    from lossless_table import is_near_tie
+
+    prompt = list(embedded_prompts())[0]
+
+    class Tied:
+        embed_weight = torch.zeros(1)
+
+        def __call__(self, tokens):
+            logits = torch.tensor([0.0, 2.0, 2.0, 3.0, 3.0 + 2e-5]).expand(1, tokens.shape[1], 5)
+            return type("Output", (), {"logits": logits})
+
+    check = check_lossless.Check(Models(Tied()), [prompt], None, ())
+    found = [check._first(prompt, [5, 4], other, 0.0) for other in ([5, 3], [5, 1], [5])]
+    assert [(row["at"], is_near_tie(row)) for row in found] == [(1, True), (1, False), (1, False)]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from tfm.tokenizer import end_tokens, load_tokenizer  # noqa: E402
 
 DESCRIPTION = """
 Reads a family's weights and prepared prompts and decodes each of them by ar and by every other method, in float32. A
-first difference passes only where ar's two best scores are within 1e-4 of each other (rounding decides there). Writes
+first difference passes only where the two tokens' scores are within 1e-4 of ar's best (rounding decides there). Writes
 --out: one row a method, head and temperature, and every difference with its gap. Last line of stdout: one JSON object.
 Exit 1 on a difference that is no near tie.
 """
@@ -84,15 +85,17 @@ class Check:
 
     @torch.inference_mode()
     def _first(self, prompt: Prompt, one: list[int], other: list[int], temperature: float) -> dict:
-        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        """Return where two outputs part, and how far the worse token there is below the best; inf where one ends."""
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+        if at is None:
+            return {"at": min(len(one), len(other)), "gap": math.inf}
         tokens = torch.tensor([prompt.tokens + one[:at]], device=self.models.target.embed_weight.device)
         scores = self.models.target(tokens).logits[0, -1].float()
         if temperature > 0:
             place = torch.tensor([[tokens.shape[1]]], device=tokens.device)
             indices = torch.tensor([prompt.index], device=tokens.device)
             scores = scores / temperature + gumbel(0, indices, place, len(scores))[0, 0]
-        best = scores.topk(2).values
-        return {"at": at, "gap": float(best[0] - best[1])}
+        return {"at": at, "gap": float(scores.max() - scores[[one[at], other[at]]].min())}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
