@@ -11,6 +11,9 @@ from tfm.pins import load_pins
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
 PINS_FILE = WORKFLOWS / "config/datasets.yaml"
+# of a config.json, the integers that a plan reads and the least of each; a block is the root and at least one mask
+LEAST = dict.fromkeys(("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings", "d_model"), 1)
+LEAST |= {"d_embed": 1, "K": 1, "block_size": 2, "mask_token_id": None}
 
 
 @functools.cache
@@ -42,9 +45,33 @@ def _read_object(path: Path, state: tuple[int, int, int]) -> dict:
 
 
 def checkpoint_config(config: dict, part: str) -> dict:
-    """Return a part's config.json, an empty one when it is not here."""
+    """Return a part's config.json, an empty one when it is not here.
+
+    Raises ValueError naming file and key where a size that a plan reads is none.
+    """
     path = Path(config["weights"]) / part / "config.json"
-    return read_object(path) if path.exists() else {}
+    if not path.exists():
+        return {}
+    fields = read_object(path)
+    for key in ("text_config", "dflash_config"):
+        if not isinstance(fields.get(key) or {}, dict):
+            raise _no_size(path, key, fields[key], "an object")
+    for group in (fields, fields.get("text_config") or {}, fields.get("dflash_config") or {}):
+        for key, least in LEAST.items():
+            value = group.get(key)
+            if value is not None and (type(value) is not int or (least is not None and value < least)):
+                raise _no_size(path, key, value, "an integer" if least is None else f"an integer >= {least}")
+        layers = group.get("target_layer_ids") or []
+        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+            raise _no_size(path, "target_layer_ids", layers, "a list of layers")
+    return fields
+
+
+def _no_size(path: Path, key: str, value, allowed: str) -> ValueError:
+    return ValueError(
+        f"weights: {path}: {key} {value!r} is not allowed (allowed: {allowed}); take the config.json that belongs to "
+        "the weights"
+    )
 
 
 def draft_rows(config: dict) -> int | None:

@@ -1,5 +1,6 @@
 """A suite's config: what is refused and how, and the names that spell cells."""
 
+import json
 import re
 
 import pytest
@@ -163,6 +164,26 @@ def test_depth_beyond_the_drafters_rows_is_refused(tmp_path):
     write_tiny_family(tmp_path)
     with pytest.raises(ValueError, match=r"depth: 16 is not allowed \(allowed: 1 to 15, the drafter's rows\)"):
         suite.resolve({**NANO, "weights": str(tmp_path), "depth": 16})
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        *(("drafter", {"block_size": value}, "block_size .* an integer >= 2") for value in (0, 1, -3, "16", 2.5, True)),
+        ("drafter", {"dflash_config": {"mask_token_id": "5"}}, "mask_token_id '5' .* an integer"),
+        ("drafter", {"dflash_config": {"target_layer_ids": "0"}}, "target_layer_ids '0' .* a list of layers"),
+        ("drafter", {"dflash_config": [5]}, "dflash_config .5. .* an object"),
+        ("target", {"vocab_size": "2048"}, "vocab_size '2048' .* an integer >= 1"),
+        ("weaver", {"K": 15.0}, "K 15.0 .* an integer >= 1"),
+    ],
+)
+def test_a_checkpoint_whose_sizes_are_none_is_refused_by_its_file(tmp_path, part, change, words):
+    """A block of one drafted nothing (allowed: 1 to 0), text in place of a number ended in a traceback (C021)."""
+    write_tiny_family(tmp_path)
+    file = tmp_path / part / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=f"weights: {file}: {words}.*take the config.json that belongs"):
+        suite.resolve({**NANO, "weights": str(tmp_path)})
 
 
 def test_names_spell_variants_both_ways():  # C114
