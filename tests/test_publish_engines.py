@@ -200,6 +200,35 @@ def test_a_copy_that_calls_itself_changed_needs_the_publishers_word(tmp_path, ca
     assert "Commit c0ffee1" in readme and "copy of the code called itself 0ld0ld0, changed" in readme
 
 
+def test_another_form_of_an_arm_and_an_older_call_are_named_as_what_they_are(tmp_path):
+    for place, arms in (("new", {"ar": [14.0, 14.1], "tfm": [19.0]}), ("old", {"ddtree-recurrent": [31.0]})):
+        (tmp_path / "run" / place).mkdir(parents=True)
+        bench_file(tmp_path / "run" / place / "steps.json", **arms)
+    (tmp_path / "run/form").mkdir()
+    record = bench_file(tmp_path / "run/form/steps.json", {"ddtree": "no memory"}, tfm=[24.0])
+    record["options"]["plugin"] = ["attention=sglang", "ahead=none"]
+    (tmp_path / "run/form/steps.json").write_text(json.dumps(record))
+    assert call(tmp_path / "run", tmp_path / "out", "--commit", "aaaaaaa", "old=bbbbbbb") == 0
+    steps = pd.read_csv(tmp_path / "out/tables/steps.csv").set_index(["engine", "arm"])
+    assert steps.loc[("sglang", "tfm"), "step_ms"] == 19.0
+    other = steps.loc[("sglang", "tfm attention=sglang ahead=none")]
+    assert other["step_ms"] == 24.0 and other["over_ar"] == pytest.approx(24 / 14.05)
+    assert steps.loc[("sglang", "ddtree-recurrent"), "commit"] == "bbbbbbb" and other["commit"] == "aaaaaaa"
+    summary, readme = summary_of(tmp_path / "out"), (tmp_path / "out/README.md").read_text()
+    assert summary["step_ms_sglang_tfm"]["value"] == 19.0 and not any("sglang_tfm " in name for name in summary)
+    assert "failed" not in summary["step_ms_sglang_ddtree"]["reason"]  # another form of it failed
+    assert "| DFlash-TfM, plugin attention=sglang ahead=none | 512 | 24.00 | 1.7" in readme
+    assert "Of another commit than ar's aaaaaaa" in readme and "SGLang's own kernel: bbbbbbb" in readme
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["=a"], ["steps1="], ["steps1=a", "steps1=b"]])
+def test_a_commit_that_says_nothing_is_refused(words, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    bench_file(tmp_path / "run/steps.json", ar=[14.0])
+    assert call(tmp_path / "run", tmp_path / "out", "--commit", *words) == 2
+    assert "--commit: " in (told := capsys.readouterr().err) and "allowed: COMMIT once, CALL=COMMIT" in told
+
+
 def test_a_chains_states_are_neither_the_fused_nor_the_recurrent_trees(published):
     summary = summary_of(published)
     assert summary["state_gib_fused"]["value"] == 0.21 and summary["state_gib_fused"]["arm"] == "tfm"

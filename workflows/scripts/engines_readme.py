@@ -3,7 +3,7 @@
 import pandas as pd
 from engine_taus import SETTINGS, engine_of
 from make_figures import LABELS
-from summarise_engines import ARMS, RECURRENT, Run, devices_in
+from summarise_engines import RECURRENT, Run, devices_in, place_of, split_arm
 
 from baselines.sglang.flags import VERSION
 
@@ -37,6 +37,7 @@ def folder_text(run: Run, tables: dict[str, pd.DataFrame], summary: dict) -> str
     parts = ["# Inside SGLang: " + (", ".join(sorted(devices_in(run))) or "nothing was timed")]
     parts += [ABOUT.format(version=VERSION), _when(run), MADE]
     parts += ["## Milliseconds a step", _steps(run, tables["steps"]), _goal(run, summary), _steps_note(run)]
+    parts += [_older(tables["steps"])]
     parts += ["## Memory", _memory(tables["memory"]), MEMORY_NOTE]
     parts += ["## Tokens a step", _taus(tables), _where(run), TAU_NOTE, _paired(tables["pairs"])]
     parts += ["## Greedy texts inside SGLang against the target's own", _texts(tables["texts"])]
@@ -79,7 +80,7 @@ def _steps(run: Run, steps: pd.DataFrame) -> str:
     stated = {row["arm"]: row for row in steps[steps["engine"] == "sglang, as stated"].to_dict("records")}
     for context in sorted(chosen["context"].dropna().unique()):
         names = list(dict.fromkeys(arm for _, arm, at in by if at == context))
-        for arm in sorted(names, key=lambda arm: ("-" in arm, (*ARMS, arm).index(arm.split("-")[0]))):
+        for arm in sorted(names, key=place_of):
             pair = [by.get((engine, arm, context), {}) for engine in ("sglang", "ours")]
             cells = [cell for row in pair for cell in _measured(row)]
             cells.insert(3, _number(pair[0].get("accepted"), 1))
@@ -120,6 +121,17 @@ def _steps_note(run: Run) -> str:
     commit += " with changes that were not committed then" if git.get("dirty") else ""
     paired = "" if source == "the same run" else "; the engines did not stand beside each other"
     return STEPS_NOTE.format(ours=f"Ours is of {source}{commit}{paired}.")
+
+
+def _older(steps: pd.DataFrame) -> str:
+    """Return which of SGLang's arms ran another commit's code than ar, which may have had other defaults."""
+    known = steps[(steps["engine"] == "sglang") & steps["commit"].notna()]
+    usual = set(known[known["arm"] == "ar"]["commit"])
+    other = known[~known["commit"].isin(usual)].drop_duplicates(["arm", "commit"]).to_dict("records")
+    if not usual or not other:
+        return ""
+    words = "; ".join(f"{_label(row['arm'])}: {row['commit']}" for row in other)
+    return f"*Of another commit than ar's {', '.join(sorted(usual))}, with that commit's defaults: {words}.*"
 
 
 def _memory(memory: pd.DataFrame) -> str:
@@ -202,9 +214,10 @@ def _missing(missing: pd.DataFrame) -> str:
 
 
 def _label(arm: str) -> str:
-    method, _, ending = arm.partition("-")
-    ending = ", SGLang's own kernel" if arm == RECURRENT else f", {ending}" if ending else ""
-    return LABELS.get(method, method) + ending
+    method, ending, settings = split_arm(arm)
+    words = [LABELS.get(method, method)]
+    words += ["SGLang's own kernel"] if arm.split(" ")[0] == RECURRENT else [ending] if ending else []
+    return ", ".join(words + ([f"plugin {settings}"] if settings else []))
 
 
 def _ratio(row: dict) -> str:

@@ -28,7 +28,8 @@ check_serving.py and bench_engine.py, archives of serving.sh, and results/<suite
 them. Without a file of bench_engine.py the steps of our engine are those of --ours. Writes --out anew, at most --limit
 bytes: raw steps and texts, records packed in one parquet a kind, tables, manifest, summary.json and README.md, and the
 inventory beside --out. What is not there is named with its reason: what a record says, or --stopped. NOTES.md in --out
-stays. Last line of stdout: one JSON object. Exit 2 on bad input.
+stays. A call whose plugin had --plugin settings is an arm of its own, named by them. --commit says whose code ran, for
+all files or, as CALL=COMMIT, for those of one call's folder. Last line of stdout: one JSON object. Exit 2 on bad input.
 """
 LIMIT = 250_000
 OURS = Path("results/published/graft-h200/steps/bench.json.gz")
@@ -80,24 +81,49 @@ def sort_files(run: Path) -> tuple[dict[str, list[tuple[str, dict]]], dict[str, 
     return found, left_out
 
 
-def slim_served(record: dict, commit: str | None) -> dict:
-    """Return a file of bench_serving.py without its machine's paths; raises ValueError where nobody names its code.
+def named_by_settings(record: dict) -> dict:
+    """Return a file of bench_serving.py whose arms are named by the plugin's settings too, where it had any."""
+    words = record["options"].get("plugin") or []
+    rename = {"arms": {}, "failed": {}}
+    for part, found in rename.items():
+        found.update({" ".join([arm, *words]): facts for arm, facts in record[part].items()})
+    return {**record, **rename}
 
-    A copy of a checkout may name an older commit and call itself changed: `commit` is then the publisher's word, and
-    what the file said stays beside it.
+
+def whose_code(words: list[str]) -> dict[str | None, str]:
+    """Return call -> commit as the publisher said, None for all others; raises ValueError for words that say none."""
+    found = {}
+    for word in words:
+        call, is_one, commit = word.rpartition("=")
+        if not commit or (is_one and not call) or (call or None) in found:
+            raise ValueError(f"--commit: {word!r} is not allowed (allowed: COMMIT once, CALL=COMMIT once a call)")
+        found[call or None] = commit
+    return found
+
+
+def commit_of(name: str, record: dict, commits: dict[str | None, str]) -> dict:
+    """Return the commit whose code made a file, and what the file said; raises ValueError where nobody names it.
+
+    A copy of a checkout may name an older commit and call itself changed: then the publisher's word counts.
     """
+    commit = commits.get(name.partition("/")[0], commits.get(None))
     git = record.get("git") or {}
     known = commit or git.get("commit")
     if not known or (git.get("dirty") and not commit):
         says = "names no commit" if not known else "is of code that its machine calls uncommitted"
-        raise ValueError(f"--commit: a file of bench_serving.py {says}; say which commit's code ran")
+        raise ValueError(f"--commit: a file of bench_serving.py {says} ({name}); say which commit's code ran")
+    return {"commit": known, "said": git}
+
+
+def slim_served(record: dict, git: dict) -> dict:
+    """Return a file of bench_serving.py without its machine's paths."""
     arms = {
         arm: {key: value for key, value in facts.items() if key != "cell"}
         | {"cell": {key: value for key, value in facts["cell"].items() if key != "weights"}}
         for arm, facts in record["arms"].items()
     }
     failed = {arm: plain(text) for arm, text in record["failed"].items()}
-    return without_paths({**record, "arms": arms, "failed": failed, "git": {"commit": known, "said": git}})
+    return without_paths({**record, "arms": arms, "failed": failed, "git": git})
 
 
 def slim_ours(report: dict, contexts: set[int]) -> dict:
@@ -188,9 +214,11 @@ def collect(options: argparse.Namespace, root: Path, out: Path) -> dict:
     stopped = stops(options.stopped)
     unpack(options.run, root)
     files, left_out = sort_files(options.run)
+    commits = whose_code(options.commit)
     check_alike(files["served"])
-    left_out |= repeated(files["served"])
-    served = [slim_served(record, options.commit) for _, record in files["served"]]
+    timed = [(name, named_by_settings(record)) for name, record in files["served"]]
+    left_out |= repeated(timed)
+    served = [slim_served(record, commit_of(name, record, commits)) for name, record in timed]
     contexts = {row["prompt_tokens"] for one in served for arm in one["arms"].values() for row in arm["rows"]}
     ours, source = own_steps(files["ours"], options)
     texts = []
@@ -272,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="steps of our engine",
     )
     add("--ours-key", default="tuned", help="entry of --ours, where it holds several (default: tuned)")
-    add("--commit", help="commit of the code where a file names none")
+    add("--commit", nargs="+", default=[], metavar="[CALL=]COMMIT", help="whose code ran, where files do not say it")
     add("--stopped", nargs="+", default=[], metavar="PART=WHY", help=f"where a part stopped: {', '.join(PARTS)}")
     add("--context", type=int, default=512, help="prompt length of the summary (default 512)")
     add("--attention", default="triton", help="SGLang's attention backend of the summary (default triton)")

@@ -33,6 +33,7 @@ KEYS = {
         "over_chain",
         "over_chain_low",
         "over_chain_high",
+        "commit",
         "reason",
     ],
     "memory": ["engine", "arm", "card_mib", "weights_gib", "kv_gib", "beside_weights_gib", *STATES.values(), "reason"],
@@ -107,6 +108,7 @@ def served_rows(run: Run) -> list[dict]:
         row = {"engine": "sglang", "arm": arm, "attention": attention, "context": context, "n_of": "requests"}
         row |= _named(estimate(part["step_ms"].tolist()), "step_ms", "low", "high")
         row |= {"n": len(part), "steps_each": float(part["steps"].median()), "reason": ""}
+        row["commit"] = str(run.served[number]["git"]["commit"])[:7]
         # the first token is prefill's, and each step's last one is no draft
         row["accepted"] = float(((part["new_tokens"] - 1) / part["steps"] - 1).median()) if arm != "ar" else None
         if arm == "ar":
@@ -128,7 +130,7 @@ def served_rows(run: Run) -> list[dict]:
         if (arm, context) not in measured:
             row = {"engine": "sglang", "arm": arm, "attention": run.asked["attention"], "context": context}
             rows.append({**row, "n": 0, "reason": why_not_served(run, arm)})
-    return sorted(rows, key=lambda row: (row["attention"], row["context"], _place(row["arm"])))
+    return sorted(rows, key=lambda row: (row["attention"], row["context"], place_of(row["arm"])))
 
 
 def why_not_served(run: Run, arm: str) -> str:
@@ -154,18 +156,18 @@ def own_rows(run: Run) -> list[dict]:
         elif ar is not None and len(ar) == len(rounds):
             row |= dict(zip(("over_ar", "over_ar_low", "over_ar_high"), interval(rounds, ar), strict=True))
             row["ar_from"] = "the same rounds"
+        else:
+            row["reason"] = "no ratio: ar was not timed beside it"
         chain = base.get(("dflash", context))
         if chain and len(chain) == len(rounds) and arm not in ("ar", "dflash"):
             names = ("over_chain", "over_chain_low", "over_chain_high")
             row |= dict(zip(names, interval(rounds, chain), strict=True))
-        else:
-            row["reason"] = "no ratio: ar was not timed beside it"
         rows.append(row)
     for arm in ARMS:
         if (arm, asked["context"]) not in found:
             row = {"engine": "ours", "arm": arm, "attention": "ours", "context": asked["context"]}
             rows.append({**row, "n": 0, "reason": run.stopped("ours")})
-    return sorted(rows, key=lambda row: (row["context"], _place(row["arm"])))
+    return sorted(rows, key=lambda row: (row["context"], place_of(row["arm"])))
 
 
 def stated_rows(run: Run) -> list[dict]:
@@ -178,9 +180,17 @@ def stated_rows(run: Run) -> list[dict]:
     ]
 
 
-def _place(arm: str) -> tuple:
-    method, _, ending = arm.partition("-")
-    return (bool(ending), ARMS.index(method) if method in ARMS else len(ARMS), method)
+def split_arm(arm: str) -> tuple[str, str, str]:
+    """Return an arm's method, the ending of its name, and the plugin's settings that it had beside the defaults."""
+    name, _, settings = arm.partition(" ")
+    method, _, ending = name.partition("-")
+    return method, ending, settings
+
+
+def place_of(arm: str) -> tuple:
+    """Return where an arm stands in a table: methods in the paper's order, then other settings, then other kernels."""
+    method, ending, settings = split_arm(arm)
+    return (bool(ending), bool(settings), ARMS.index(method) if method in ARMS else len(ARMS), method)
 
 
 def _named(found: dict, value: str, low: str, high: str) -> dict:
@@ -286,6 +296,8 @@ def summary_of(run: Run, tables: dict[str, pd.DataFrame]) -> dict:
     chosen = steps[(steps["context"] == asked["context"]) & steps["attention"].isin([asked["attention"], "ours"])]
     for row in chosen.to_dict("records"):
         name = f"{row['engine']}_{row['arm'].replace('-', '_')}"
+        if split_arm(row["arm"])[2]:
+            continue  # another form of an arm stands in the tables
         if not row["n"]:
             flat[f"step_ms_{name}"] = missing_entry("ms", row["reason"])
             continue
