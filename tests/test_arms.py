@@ -179,6 +179,22 @@ def test_ar_against_ar_holds_one_unless_the_machine_drifted(factor, held):
     assert summary._controls(found["frame"])["null_tok_s_ar"]["value"] == row["value"]
 
 
+def test_few_prompts_are_judged_by_students_t_and_seldom_wrongly():
+    """The bootstrap over n values spreads by sqrt((n - 1) / n) times the sample's standard error."""
+    alarms = {n: [] for n in (2, 4, 7, 8)}
+    for n, found in alarms.items():
+        draws = np.random.default_rng(n).normal(1, 0.05, size=(4000, n))
+        for mean, spread in zip(draws.mean(1), draws.std(1) / n**0.5, strict=True):
+            found.append(not controls.holds_one(mean, mean - 1.96 * spread, mean + 1.96 * spread, n)[0])
+    assert all(np.mean(alarms[n]) < 0.02 for n in (2, 4, 7)) and 0.04 < np.mean(alarms[8]) < 0.12
+    # as it came: a cell decoded by itself at another time, and one beside ar
+    assert not controls.holds_one(0.6264, 0.6125, 0.639, 4)[0]
+    holds, wanted = controls.holds_one(1.0652, 1.0380, 1.0908, 4)
+    assert holds and wanted == "1.00 within 0.096 of it (99 % by Student's t for 4 prompts)"
+    assert controls.holds_one(1.0652, 1.0380, 1.0908, 8) == (False, "an interval that holds 1.00")
+    assert controls.holds_one(1.0, None, None, 1) == (False, "an interval that holds 1.00")
+
+
 def test_a_step_that_gets_slower_over_a_cell_is_a_drift():
     steady, drifting = 4000 * NOISE[0], 4000 * np.linspace(1, 1.3, 24)
     assert controls_of(timed(list(steady)))[controls.STEPS]["held"] == "yes"

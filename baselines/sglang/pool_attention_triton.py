@@ -4,7 +4,8 @@
 
 Grid (split, block of query rows, key head). A program reads the slots of a tile of positions, then their keys and
 values; length, request and slots are data on the device, so one captured launch serves every context. Products of bf16
-rows with float32 sums; the softmax is float32. The launch that joins the splits is tree_attention_triton's. Not timed.
+rows with float32 sums; the softmax is float32. The fold of a tile and the launch that joins the splits are
+tree_attention_triton's. Times: results/published/engines-h200/NOTES.md.
 """
 
 from dataclasses import replace

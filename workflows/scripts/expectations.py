@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 from compare_paper import compare
+from controls import FEWEST, holds_one
 from kernel_runs import KernelRun, median
 
 from baselines.methods import METHODS
@@ -12,11 +13,7 @@ from tfm import metrics
 from tfm.cells import Records
 
 DECIDED_BY_CODE = (12, 13, 15, 16, 28)  # rows of the inventory that no model and no card changes
-FEWEST = 8  # prompts under which an interval over prompts decides nothing
 NULL = "null_tok_s_ar"  # ar against ar
-NULL_HOLDS = 0.005  # an interval that reaches this close to 1 holds 1.00
-# Student's t at 99 % for 2 to FEWEST - 1 values: a bootstrap over so few prompts excludes the truth far too often
-T99 = (63.7, 9.92, 5.84, 4.60, 4.03, 3.71)
 SAME_PROMPTS = ["target", "dataset", "variant", "setting", "seed", "id", "max_new_tokens", "dtype", "template"]
 PUBLISHED_TOLERANCE = 0.02  # share of tau by which the same requests may differ from the published ones (near ties)
 SETTING = r"T[0-9.]+(?:_THINK)?"
@@ -151,14 +148,8 @@ def _compared(item: str, wanted: dict, summary: dict, *, where: str, card: str) 
 
 
 def _null(entry: dict) -> Finding:
-    ends = entry["low"], entry["high"]
-    holds = None not in ends and ends[0] <= 1 + NULL_HOLDS and ends[1] >= 1 - NULL_HOLDS
-    reason, wanted = "", "an interval that holds 1.00"
-    if not holds and None not in ends and 1 < entry["n"] < FEWEST:
-        n, t = entry["n"], T99[entry["n"] - 2]
-        half = (ends[1] - ends[0]) / 2 / 1.96 * (n / (n - 1)) ** 0.5 * t
-        holds = abs(entry["value"] - 1) <= half + NULL_HOLDS
-        wanted = f"1.00 within {half + NULL_HOLDS:.2g} of it (99 % by Student's t for {n} prompts)"
+    holds, wanted = holds_one(*(entry[key] for key in ("value", "low", "high", "n")))
+    reason = ""
     if not holds:
         reason = "ar against ar is not 1.00: the times of this run were disturbed, no ratio of it counts"
     return _found(NULL, holds, wanted, _shown(entry), reason)

@@ -220,7 +220,7 @@ def collect(options: argparse.Namespace, root: Path, out: Path) -> dict:
     left_out |= repeated(timed)
     served = [slim_served(record, commit_of(name, record, commits)) for name, record in timed]
     contexts = {row["prompt_tokens"] for one in served for arm in one["arms"].values() for row in arm["rows"]}
-    ours, source = own_steps(files["ours"], options)
+    ours, source = own_steps(files["ours"], options, commits)
     texts = []
     for _, one in files["texts"]:
         failed = {method: plain(why) for method, why in one["failed"].items()}
@@ -238,10 +238,16 @@ def collect(options: argparse.Namespace, root: Path, out: Path) -> dict:
     return {"served": len(served), "texts": len(texts), "cells": len(cells), "missing_cells": len(missing)}
 
 
-def own_steps(here: list[tuple[str, dict]], options: argparse.Namespace) -> tuple[dict | None, dict]:
+def own_steps(
+    here: list[tuple[str, dict]], options: argparse.Namespace, commits: dict[str | None, str]
+) -> tuple[dict | None, dict]:
     """Return the file of bench_engine.py to lay beside, the run's own before --ours, and where it is from."""
     if here:
-        return here[-1][1], {"ours_from": "the same run", "ours_sha256": None}
+        name, report = here[-1]
+        said = (report.get("environment") or {}).get("git") or {}
+        commit = commits.get(name.partition("/")[0], commits.get(None))
+        git = {"commit": commit, "dirty": False, "said": said} if commit else said
+        return {**report, "environment": {"git": git}}, {"ours_from": "the same run", "ours_sha256": None}
     if not options.ours.is_file():
         return None, {"ours_from": None, "ours_sha256": None}
     found = read(options.ours)
