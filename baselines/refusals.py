@@ -13,8 +13,9 @@ def shown(value) -> str:
 
 
 def did_you_mean(value, allowed) -> str:
-    close = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1, cutoff=0.5)
-    return f"did you mean {close[0]}? " if close else ""
+    names = {str(name).lower(): str(name) for name in allowed}
+    close = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.5)
+    return f"did you mean {names[close[0]]}? " if close else ""
 
 
 def one_of(key: str, value: str, allowed) -> None:

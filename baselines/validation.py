@@ -51,7 +51,7 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
             f"suite: {raw['suite']!r} is a name without a config (a suite stands alone, nano's keys do not fill it); "
             "pass its file with --configfile FILE, or leave suite out for suite nano; nothing was run"
         )
-    _raise_if(_schema_problems(config, schema))
+    _raise_if([*_schema_problems(config, schema), *_unknown_keys(config, schema)])
     if config.get("data"):
         real = {**config.pop("real", {}), **(given or {})}
         config = _typed({**config, **real}, schema)
@@ -71,6 +71,18 @@ def resolve(raw: dict, *, given: dict | None = None) -> dict:
     first = {"dataset": config["datasets"][0], "temperature": max(config["temperatures"])}
     config["side"] = {key: first[key] if value is None else value for key, value in config["side"].items()}
     return config
+
+
+def _unknown_keys(config: dict, schema: dict) -> list[str]:
+    """Return the names of no key where a config names its own keys: the section `real`, and `fixed`."""
+    known = sorted(schema["properties"])
+    names = [(f"real.{name}", name) for name in config.get("real", {})]
+    names += [(f"fixed: {name!r}", name) for name in config.get("fixed", [])]
+    return [
+        f"{where}: unknown key; {did_you_mean(name, known)}allowed keys: {', '.join(known)}"
+        for where, name in names
+        if name not in known
+    ]
 
 
 def _meaning_problems(config: dict) -> list[str]:
@@ -98,6 +110,14 @@ def _meaning_problems(config: dict) -> list[str]:
         for value in values:
             if not (_is_finite(value) and value <= 0):
                 problems.append(f"{key}: {value!r} is not allowed (allowed: finite numbers <= 0); use 0 for none")
+    if not _is_finite(config["server_seconds"]):
+        problems.append(f"server_seconds: {config['server_seconds']} is not allowed (allowed: a finite number > 0)")
+    for key in ("data", "weights"):
+        if config[key] and (found := sorted({*config[key]} & {*"{}\n"})):
+            problems.append(
+                f"{key}: {config[key]!r} is not allowed (allowed: a path without braces and line breaks, which a "
+                f"workflow reads as its own: {' '.join(map(repr, found))}); rename the folder, or give a link to it"
+            )
     kernels = config["kernels"]
     if kernels and kernels["value_heads"] % kernels["key_heads"]:
         problems.append(
@@ -279,7 +299,7 @@ def _as_type(value, schema: dict):
     if isinstance(value, str) and {"integer", "number"} & set(kinds):
         value = _number(value)
     # 64.0 would name another cell than 64
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    is_whole = isinstance(value, float) and value.is_integer() and (abs(value) < 2**53 or "number" not in kinds)
     return int(value) if is_whole and "boolean" not in kinds else value
 
 

@@ -51,6 +51,13 @@ BAD = {  # C113: what is wrong -> (change, words of the message)
     "data_file": ({"data": "workflows"}, ["data: 'workflows'", "a folder with mtbench.jsonl, which mtbench needs"]),
     "figure": ({"tables": ["headline"]}, ["figures: 'tau'", "drawn from table per_set", "add per_set to tables"]),
     "two_missing": ({"budgets": ..., "audit": ...}, ["2 problems", "budgets: missing key", "audit: missing key"]),
+    "suite_with_a_line_break": ({"suite": "nano\n"}, ["suite: 'nano\\n'"]),
+    "family_with_a_line_break": ({"family": "nano\n"}, ["family: 'nano\\n'"]),
+    "weights_with_braces": ({"weights": "w/{x}"}, ["weights: 'w/{x}'", "without braces", "give a link to it"]),
+    "server_seconds": ({"server_seconds": float("nan")}, ["server_seconds: nan", "finite"]),
+    "fixed_key": ({"fixed": ["temperatuers"]}, ["fixed: 'temperatuers': unknown key", "did you mean temperatures?"]),
+    "real_key": ({"real": {"buget": 3}}, ["real.buget: unknown key", "did you mean budget?"]),
+    "method_in_capitals": ({"methods": ["AR"]}, ["methods: 'AR'", "did you mean ar?"]),
     "suite_reserved": ({"suite": "train"}, ["suite: 'train'", "published, train", "choose another name"]),
     # filters and penalties: openvino.genai#3451, pegainfer#512
     "top_p": ({"top_p": 0.9}, ["top_p: 0.9", "allowed: 1", "the target's whole law"]),
@@ -107,6 +114,11 @@ def test_command_line_strings_are_typed_before_they_name_a_cell():  # C114
     assert (typed["temperatures"], typed["seeds"], typed["budget"]) == ([0, 1], [0, 3], 16)
     paths = {cell["path"] for cell in suite.expand(typed)}
     assert "results/nano/cells/torch/nano/sample-code/ddtree-b16/t0/seed0" in paths
+
+
+def test_a_budget_beyond_every_tree_is_refused_by_its_own_name():
+    with pytest.raises(ValueError, match=r"budget: 1000000000000000019\d+ is not allowed .allowed: 1 to 16384"):
+        suite.expand(suite.resolve({**NANO, "budget": "1e30"}))
 
 
 def test_numbers_of_the_command_line_are_decimal_wherever_they_stand():
