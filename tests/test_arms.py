@@ -218,6 +218,14 @@ def test_clocks_are_compared_where_the_card_tells_them():
     assert row["held"] == "no" and row["reason"] == "throttled: thermal"
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, 1980), (1980, 0), (None, 1980), (1980, None)])
+def test_a_card_that_does_not_tell_its_clock_divides_by_nothing(before, after):
+    silent = clocked(after)
+    silent["device"]["clocks"]["before"]["sm_mhz"] = before
+    assert controls_of(timed([1.0] * 4), cells=[silent])[controls.CLOCKS]["held"] == ""
+    assert controls.clock_doubts(silent) == []
+
+
 def test_no_clock_is_no_held_control_and_says_why():
     untimed = clocked(1200) | {"cell": {"clock": "off"}}
     cpu = {"device": {"name": "a cpu", "clocks": None}, "cell": {"clock": "wall"}}

@@ -107,6 +107,18 @@ def test_an_unchanged_tree_passes(copy, capsys):
     assert "passed" in (copy / "check/summary.md").read_text()
 
 
+def test_text_of_any_kind_leaves_the_reports_readable():
+    """A CI reads the file, and one sign that XML lacks loses all of its cases."""
+    hostile = 'a<b> & "c" ]]> \x1b[31m\x00 | \ud800 two\r\nlines \u2028'
+    found = expectations.Finding(hostile, "fail", hostile, hostile, hostile, hostile, hostile)
+    skipped = expectations.Finding("item", "not comparable", "", "", hostile)
+    top = ElementTree.fromstring(check.to_junit(hostile, hostile, [found, skipped]))
+    assert [case.get("name") for case in top.iter("testcase")][1] == "item"
+    assert "a<b>" in top.find("testcase").get("name") and "]]>" in top.find("testcase/failure").text
+    table = check.to_markdown("s", "c", [found, skipped]).partition("| --- |")[2].splitlines()[1:]
+    assert len(table) == 2 and all(line.startswith("| ") and line.endswith(" |") for line in table)
+
+
 def lossy(tree, logits, *, rule, **named):
     """The rule of the oldest public kernel in place of the one that was asked for."""
     return accept(tree, logits, rule="legacy_traversal", **named)

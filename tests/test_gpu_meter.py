@@ -15,8 +15,8 @@ class Nvml:
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
     NVMLError = type("NVMLError", (Exception,), {})
 
-    def __init__(self, *, answers: bool = True):
-        self.mhz, self.answers = 1980, answers
+    def __init__(self, *, answers: bool = True, readings: int = 9):
+        self.mhz, self.answers, self.readings = 1980, answers, readings
 
     def nvmlInit(self):  # noqa: N802
         if not self.answers:
@@ -27,6 +27,9 @@ class Nvml:
         return "card"
 
     def nvmlDeviceGetClockInfo(self, card, kind):  # noqa: N802
+        self.readings -= kind == self.NVML_CLOCK_SM
+        if self.readings < 0:
+            raise self.NVMLError("GPU is lost")
         self.mhz -= 15 * (kind == self.NVML_CLOCK_SM)
         return self.mhz if kind == self.NVML_CLOCK_SM else 3201
 
@@ -80,7 +83,14 @@ def test_a_span_holds_the_card_before_and_after(card):
     assert found["after"]["throttle"] == ("thermal",) and found["after"]["temperature_c"] == 41
 
 
-@pytest.mark.parametrize(("nvml", "words"), [(None, "nvidia-ml-py"), (Nvml(answers=False), "Driver Not Loaded")])
+@pytest.mark.parametrize(
+    ("nvml", "words"),
+    [
+        (None, "nvidia-ml-py"),
+        (Nvml(answers=False), "Driver Not Loaded"),
+        *((Nvml(readings=count), "GPU is lost") for count in (0, 1, 2)),
+    ],
+)
 def test_a_card_that_cannot_be_read_is_named_in_the_record_and_fails_no_cell(card, nvml, words):
     span = CardSpan(card(nvml))
     span.start()

@@ -114,7 +114,7 @@ def test_a_directory_belongs_to_source_local_alone(source, data):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param("", "mine line 1: not JSON", id="empty_file"),
+        pytest.param("", "mine: the file holds no row", id="empty_file"),
         pytest.param('{"id": "a", "turns": ["x"]}', "mine line 1: lacks domain", id="no_domain"),
         pytest.param('{"id": "a", "domain": "law", "turns": ["x"]}', "domain 'law' is not allowed", id="domain"),
         pytest.param('{"id": "a", "domain": "math", "turns": "x"}', "turns must be a list", id="turns"),

@@ -77,7 +77,8 @@ def test_the_inventory_stands_on_the_page_with_every_status(tmp_path):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.833, "0.83"), (3.1415, "3.14"), (192, "192"), (392.8, "393"), (56694784, "56,694,784"), (0.0, "0")]
-    + [(2.4e-16, "2.4e-16"), (None, ""), (float("nan"), ""), (-0.0247, "-0.02"), (17.11, "17.1"), (True, "1")],
+    + [(2.4e-16, "2.4e-16"), (None, ""), (float("nan"), ""), (-0.0247, "-0.02"), (17.11, "17.1"), (True, "1")]
+    + [(float("inf"), "inf"), (float("-inf"), "-inf"), (pd.NA, "")],
 )
 def test_numbers_are_short_and_small_ones_are_not_zero(value, text):
     assert number(value) == text

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -151,6 +152,26 @@ def test_an_unlikely_speedup_and_repeated_prompts_are_flagged():
     assert "tfm, set, t1: 21 is above 20" in found["speedup over ar"]
     assert "1 is above 0" in found["prompts that a set holds twice"]
     assert not flags(Data(table, steps), per_set.assign(speedup=0.5))["speedup over ar"]
+
+
+def test_a_check_that_saw_nothing_is_not_passed():
+    """Of a served tree no depth is known, and a ceiling may be of a setting at which no draft was made."""
+    table, steps = arm([request("a", [4, 0, 4])], method="dflash")
+    steps = steps.assign(method="dflash", variant="dflash", setting="t1")
+    anchors = pd.DataFrame({"drafter": ["dflash_argmax"], "position": [1], "overlap": [0.5]})
+
+    def row(name, steps, setting="t1", overlap=0.5):
+        found = Probe({"settings": {"setting": setting}}, {"anchors": anchors.assign(overlap=overlap)})
+        frame = sanity.sanity(Data(table, steps, {"ceiling": found}), pd.DataFrame())
+        return frame[frame["check"].str.startswith(name)].iloc[0]
+
+    assert row("accepted drafts", steps)["n"] == 3 and pd.isna(row("accepted drafts", steps)["reason"])
+    unknown = row("accepted drafts", steps.assign(depth=np.nan))
+    assert unknown["n"] == 0 and "depth is known" in unknown["reason"]
+    live = row("dflash's first draft", steps)
+    assert live["value"] == pytest.approx(2 / 3 / 0.5) and pd.isna(live["reason"])
+    for change in ({"setting": "t0"}, {"overlap": 0.0}):
+        assert "no live draft" in row("dflash's first draft", steps, **change)["reason"]
 
 
 @pytest.mark.parametrize(("live", "is_flagged"), [(0.05, True), (0.29, True), (0.31, False), (0.7, False)])

@@ -51,6 +51,11 @@ class GpuMeter:
         except self._nvml.NVMLError as error:
             raise ValueError(f"{device}: NVML does not answer ({error}); leave energy and clocks out there") from error
 
+    @property
+    def error(self) -> type[Exception]:
+        """What `read` raises when the card does not answer."""
+        return self._nvml.NVMLError
+
     def read(self) -> Reading:
         """Return the card's state now."""
         nvml, card = self._nvml, self._card
@@ -79,12 +84,18 @@ class CardSpan:
     def start(self) -> None:
         """Read the card; call it once the card is warm, or the clock of an idle card is what is noted."""
         if self._meter:
-            self._before = self._meter.read()
+            try:
+                self._before = self._meter.read()
+            except self._meter.error as error:
+                self._reason = f"NVML stopped answering ({error})"
 
     def end(self) -> dict | None:
         """Return {"before", "after"}, a Reading's fields each; {"reason"} where no card was read; None on a CPU."""
         if self._meter and self._before:
-            return {"before": asdict(self._before), "after": asdict(self._meter.read())}
+            try:
+                return {"before": asdict(self._before), "after": asdict(self._meter.read())}
+            except self._meter.error as error:  # the prompts are decoded, and their records stand without it
+                self._reason = f"NVML stopped answering ({error})"
         return {"reason": self._reason} if self._reason else None
 
 

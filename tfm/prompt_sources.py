@@ -117,7 +117,9 @@ def parse_rows(content: bytes, name: str, entry: dict) -> list[PromptRow]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 ({error}); restore the file") from error
-    for number, line in enumerate(text.rstrip("\n").split("\n"), start=1):
+    if not text.strip():
+        raise ValueError(f"{name}: the file holds no row; restore it")
+    for number, line in enumerate(text.rstrip("\r\n").split("\n"), start=1):
         rows.append(_file_row(line, f"{name} line {number}", index=number - 1, name=name, entry=entry))
     _check_ids(rows, name)
     return rows
@@ -159,11 +161,13 @@ def _turns(turns, where: str) -> tuple[str | None, ...]:
 
 def _hub_row(record: dict, index: int, name: str, entry: dict) -> PromptRow:
     where = f"{name} row {index}"
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: {record!r} is no object; a row is one with the columns of hub.{name}.columns")
     columns = entry["columns"]
     lacking = sorted(column for column in columns.values() if column not in record)
     if lacking:
         raise ValueError(
-            f"{where}: column {', '.join(lacking)} is not there (there are: {', '.join(sorted(record))}); "
+            f"{where}: column {', '.join(lacking)} is not there (there are: {', '.join(sorted(map(str, record)))}); "
             f"correct hub.{name}.columns in workflows/config/datasets.yaml or pin another revision"
         )
     turns = _turns(record[columns["turns"]] if "turns" in columns else [record[columns["turn"]]], where)
@@ -191,7 +195,7 @@ def _fetch(load_dataset: Callable, name: str, entry: dict, *, data_files: str | 
 
 
 def _read_frozen(path: Path, kind: str) -> list[dict]:
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8-sig", newline="") as file:
         if kind == "json":
             return [json.loads(line) for line in file if line.strip()]
         csv.field_size_limit(sys.maxsize)  # an answer is longer than the default limit

@@ -67,8 +67,11 @@ class Preparation:
                 f"protocol: {self.protocol!r} is not allowed (allowed: {', '.join(PROTOCOLS)}); choose one of them"
             )
         for key in ("max_new_tokens", "context"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}: {getattr(self, key)} is not allowed (allowed: at least 1); raise {key}")
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key}: {value!r} is not allowed (allowed: an integer, at least 1); raise {key}")
+        if not isinstance(self.reasoning, bool):
+            raise ValueError(f"reasoning: {self.reasoning!r} is not allowed (allowed: true, false)")
         return self
 
 
@@ -229,6 +232,12 @@ def prepare(
         reasons = "; ".join(f"{s.id}: {s.reason}" for s in skipped[:5]) or "it has no rows"
         raise ValueError(f"dataset: no prompt is left of {len(rows)} rows ({reasons}); choose other rows or limits")
     return prompts, skipped
+
+
+def repeated(prompts: Sequence[PreparedPrompt]) -> dict[str, str]:
+    """Return id -> id of an earlier prompt with the same text: what a set asks twice counts twice in its means."""
+    first = {prompt.sha256: prompt.id for prompt in reversed(prompts)}
+    return {prompt.id: first[prompt.sha256] for prompt in prompts if first[prompt.sha256] != prompt.id}
 
 
 def write_prepared(path: Path, manifest_path: Path, prompts: Sequence[PreparedPrompt], manifest: dict) -> dict:

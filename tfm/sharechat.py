@@ -179,10 +179,12 @@ def _pools(conversations: list[Conversation], language: str) -> dict[str, list[C
 
 def _checked(records: Iterable[dict], platform: str) -> Iterable[dict]:
     for record in records:
+        if not isinstance(record, dict):
+            raise ValueError(f"sharechat: {record!r} in the file of {platform} is no object; restore the file")
         lacking = [column for column in COLUMNS if column not in record]
         if lacking:
             raise ValueError(
                 f"sharechat: column {', '.join(lacking)} is not in the file of {platform} "
-                f"(there are: {', '.join(sorted(record))}); pin a revision with the paper's columns"
+                f"(there are: {', '.join(sorted(map(str, record)))}); pin a revision with the paper's columns"
             )
         yield record

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -23,6 +24,7 @@ published, elsewhere it is not comparable. Writes junit.xml and summary.md to --
 was expected, what came with its interval, and the command that makes its cells again. Last line of stdout: one JSON
 object. Exit 1 when an item failed, 2 on bad input.
 """
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 SIGNS = {"pass": "✓", "fail": "✗", "not comparable": "≠"}
 
 
@@ -78,6 +80,9 @@ def to_junit(suite: str, card: str, findings: list[Finding]) -> bytes:
             ).text = f"{sentence(found)}\n{found.command}"
         elif found.status == "not comparable":
             ElementTree.SubElement(case, "skipped", message=found.reason)
+    for element in top.iter():  # XML has no sign for control characters, so that no reader would take the file
+        element.attrib = {name: NOT_XML.sub(" ", text) for name, text in element.attrib.items()}
+        element.text = NOT_XML.sub(" ", element.text or "")
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True) + b"\n"
 
@@ -94,7 +99,9 @@ def to_markdown(suite: str, card: str, findings: list[Finding]) -> str:
     lines += ["| item | status | expected | got | remark | source |", "|" + " --- |" * 6]
     for found in findings:
         cells = [f"`{found.item}`", f"{SIGNS[found.status]} {found.status}", found.expected, found.got, found.reason]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*cells, found.source]) + " |")
+        # a line break would end the row
+        cells = [" ".join(cell.replace("|", "\\|").splitlines()) for cell in [*cells, found.source]]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -102,11 +102,13 @@ def _clocks(data) -> dict:
 
 
 def clock_ratio(cell: dict) -> float | None:
-    """Return the card's clock after a timed cell over before it; None where the cell is not timed or noted none."""
-    clocks = cell.get("device", {}).get("clocks") or {}
-    if "before" not in clocks or cell["cell"]["clock"] == "off":
-        return None
-    return clocks["after"]["sm_mhz"] / clocks["before"]["sm_mhz"]
+    """Return the card's clock after a timed cell over before it; None where the cell is not timed or noted none.
+
+    A card that does not tell its clock, as a part of one may not, says 0.
+    """
+    clocks = (cell.get("device") or {}).get("clocks") or {}
+    before, after = (clocks.get(name, {}).get("sm_mhz") for name in ("before", "after"))
+    return after / before if before and after and cell["cell"]["clock"] != "off" else None
 
 
 def clock_doubts(cell: dict) -> list[str]:

@@ -275,6 +275,10 @@ def not_run(config: dict, manifest: dict) -> list[str]:
             f"skipped: {html.escape(str(skip['id']))} of {html.escape(name)}: {html.escape(skip['reason'])}"
             for skip in prompts.get("skipped", [])
         ]
+        lines += [
+            f"used twice: {html.escape(one)} of {html.escape(name)} has the text of {html.escape(first)}"
+            for one, first in prompts.get("repeated", {}).items()
+        ]
     text = "".join(f"<li>{line}</li>" for line in lines or ["nothing was left out"])
     return [f"<ul>{text}</ul>", '<p class="soft">Items of the paper: <a href="#paper">Beside the paper</a>.</p>']
 

@@ -9,14 +9,15 @@ from pathlib import Path
 
 from tfm.pins import SOURCES, load_pins
 from tfm.prompt_sources import PromptSet, load_prompt_set
-from tfm.prompts import PROTOCOLS, SUBSAMPLE_SEED, Preparation, prepare, select, write_prepared
+from tfm.prompts import PROTOCOLS, SUBSAMPLE_SEED, Preparation, prepare, repeated, select, write_prepared
 from tfm.tokenizer import TextTokenizer, load_tokenizer
 
 DESCRIPTION = """
 Reads the pins file, the prompt set from its source (embedded in tfm/data, a file of --data, or the hub at the pinned
 revision) and tokenizer.json of --tokenizer. Writes --out, one JSON object a prompt (id, index, dataset, domain,
 category, template, sha256 of the raw text, tokens), and beside it --manifest (what pins the set, the subset and the
-templates, and every skipped prompt with its reason). Last line of stdout: one JSON object. Exit 2 on bad input.
+templates, every skipped prompt with its reason, and prompts of one text). Last line of stdout: one JSON object. Exit 2
+on bad input.
 """
 
 
@@ -55,8 +56,11 @@ def run(options: argparse.Namespace) -> dict:
     prompts, skipped = prepare(rows, tokenizer, preparation)
     for skip in skipped:
         print(f"{prompt_set.name}: skipped {skip.id} ({skip.reason})", file=sys.stderr)
+    twice = repeated(prompts)
+    for name, first in twice.items():
+        print(f"{prompt_set.name}: {name} has the text of {first}, and both are used", file=sys.stderr)
     facts = _facts(options, prompt_set, tokenizer, preparation)
-    facts |= {"selected": len(rows), "skipped": [asdict(skip) for skip in skipped]}
+    facts |= {"selected": len(rows), "skipped": [asdict(skip) for skip in skipped], "repeated": twice}
     # by id, so that records split by language or subject where only the manifest is at hand
     facts["categories"] = {prompt.id: prompt.category for prompt in prompts if prompt.category}
     manifest_path = options.manifest or options.out.with_suffix(".manifest.json")
@@ -94,7 +98,7 @@ def main() -> int:
     options = parse()
     try:
         result = run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"prepare_prompts: {error}", file=sys.stderr)
         return 2
     print(json.dumps(result))

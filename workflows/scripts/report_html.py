@@ -1,6 +1,7 @@
 """Pieces of the report page: style, tables with intervals, links to where a number comes from."""
 
 import html
+import math
 import re
 
 import pandas as pd
@@ -92,10 +93,12 @@ def chip(status: str, text: str | None = None) -> str:
 
 def number(value, digits: int = 3) -> str:
     """Return a number as a reader wants it: a few digits, no exponent where none is needed, empty for missing."""
-    if value is None or (isinstance(value, float) and pd.isna(value)):
-        return ""
     if isinstance(value, str):
         return html.escape(value)
+    if value is None or pd.isna(value):
+        return ""
+    if math.isinf(value):
+        return f"{value:g}"
     if isinstance(value, bool) or float(value).is_integer() and abs(value) < 1e9:
         return f"{int(value):,}"
     size = abs(value)

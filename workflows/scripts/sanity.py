@@ -188,9 +188,12 @@ def _speed(frame: pd.DataFrame) -> dict:
 
 def _depth(data) -> dict:
     steps = data.records.steps
-    slack = (steps["accepted_untrimmed"] - steps["depth"]).max() if len(steps) else None
+    slack = (steps["accepted_untrimmed"] - steps["depth"]).dropna()
+    row = {"check": "accepted drafts less the tree's depth", "limit": 0, "n": len(slack), "flag": ""}
+    if slack.empty:
+        return row | {"value": None, "reason": "no step whose tree's depth is known"}
     # rows beyond it were refused by check_rows, so that this is shown as kept
-    return {"check": "accepted drafts less the tree's depth", "limit": 0, "n": len(steps), "value": slack, "flag": ""}
+    return row | {"value": slack.max()}
 
 
 def _zero_run(data) -> dict:
@@ -218,6 +221,8 @@ def _first_draft(data) -> dict:
         return row | {"value": None, "flag": "", "reason": "needs dflash cells and the ceiling's anchors"}
     live = live[live["setting"] == data.probes["ceiling"].facts["settings"]["setting"]]
     guess = anchors[(anchors["drafter"] == "dflash_argmax") & (anchors["position"] == 1)]
+    if live.empty or not guess["overlap"].sum() > 0:
+        return row | {"value": None, "flag": "", "reason": "no live draft, or no offline one, at the ceiling's setting"}
     return (
         row | compare_first_draft((live["accepted_untrimmed"] > 0).mean(), guess["overlap"].mean()) | {"n": len(live)}
     )
