@@ -43,6 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
         # the reader of the pipe has enough; what is buffered has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a read-only folder, a full disk, a file in a folder's place
+        what = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"tfm {options.command}: {what}", file=sys.stderr)
+        return 2
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, object]:

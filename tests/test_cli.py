@@ -109,6 +109,15 @@ def test_a_reader_that_has_enough_stops_the_command_quietly():
     assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr
 
 
+def test_a_file_in_a_folders_place_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "Snakefile").touch()
+    (tmp_path / ".snakemake").touch()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("tfm resume: ") and ".snakemake: " in err and err.count("\n") == 1
+
+
 def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
     from baselines.commands import pin
 

@@ -322,6 +322,7 @@ def test_a_suite_without_a_config_is_known_from_its_plan(capsys, results, cells)
     [
         pytest.param(["--suite", "nanu"], "did you mean nano?", id="suite"),
         pytest.param(["--state", "gone"], "state: 'gone' is not allowed (allowed: done, stale", id="state"),
+        pytest.param(["--state", ""], "state: '' is not allowed", id="no_state"),
         pytest.param(["--export", "csv"], "export: 'csv' is not allowed (allowed: jsonl)", id="export"),
         pytest.param(["--config", "promts=3"], "did you mean prompts?", id="config_key"),
         pytest.param(["--config", "prompts"], "allowed: KEY=VALUE", id="config_without_value"),
@@ -336,6 +337,21 @@ def test_bad_words_are_refused(capsys, monkeypatch, words, message):
     monkeypatch.chdir(ROOT)
     out, err = run(capsys, *words, expect=2)
     assert out == "" and message in err
+
+
+@pytest.mark.parametrize("content", ['{"cells":', "[]", '{"cells": [{"path": 1}]}', '{"cells": 3}', None])
+def test_a_damaged_plan_is_named(capsys, results, content):
+    path = results / "other/plan.json"
+    path.parent.mkdir()
+    path.mkdir() if content is None else path.write_text(content)
+    _, err = run(capsys, "--results", results, "--suite", "other", expect=2)
+    assert f"plan: {path} is damaged; restore it" in err
+
+
+def test_a_config_that_is_no_text_is_named(capsys, tmp_path):
+    (tmp_path / "x.yaml").write_bytes(b"suite: caf\xe9\n")
+    _, err = run(capsys, "--configfile", tmp_path / "x.yaml", expect=2)
+    assert "x.yaml is not YAML" in err
 
 
 def test_the_list_needs_neither_torch_nor_weights(tmp_path):

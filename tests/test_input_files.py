@@ -4,7 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
 from workflow_runs import ROOT, environment_of
+
+sys.path.insert(0, str(ROOT / "workflows/scripts"))
+from input_files import read_table
+from make_report import check_outputs
+from run_cells import read_cells
+
+from tfm.manifest import sha256_file
 
 PUBLISHED, EXPECTED = "results/published/nano", "workflows/config/expected.yaml"
 WRONG = {"nothing": None, "empty": b"", "list": b"[]", "null": b"null", "bytes": b"\xff\xfe", "nested": b"[" * 100_000}
@@ -54,3 +62,65 @@ def test_a_plan_whose_cells_are_not_here_is_refused_with_the_command_that_makes_
     call = [sys.executable, "workflows/scripts/publish.py", "--plan", str(plan), "--out", str(tmp_path / "out")]
     done = subprocess.run(call, cwd=ROOT, env=environment_of(ROOT), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "results/nano/nowhere/cell.json is missing; make it again: snakemake" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "holds no resolved cells"),
+        ("[]", "holds no resolved cells"),
+        ("3", "holds no resolved cells"),
+        ('{"cells": null}', "holds no resolved cells"),
+        ('{"cells": [{}]}', "holds no resolved cells"),
+        ('{"cells":', "is damaged"),
+        ("\ufffe{", "is damaged"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_list_of_cells_that_is_none_is_refused_by_name(tmp_path, content, words):
+    path = tmp_path / "list.json"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(ValueError, match=f"--list: {path} {words}.*; give a suite's plan.json"):
+        read_cells(path)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "nan"])
+def test_a_time_of_nothing_is_not_the_whole_list(tmp_path, seconds):
+    (tmp_path / "list.json").write_text("[]")
+    words = ["--list", str(tmp_path / "list.json"), "--out", str(tmp_path), "--commit", "c", "--seconds", seconds]
+    done = subprocess.run(
+        [sys.executable, ROOT / "workflows/scripts/run_cells.py", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and f"--seconds: {float(seconds)} is not allowed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is damaged"),
+        (b"a,b\n1,", "is cut off in its last line"),
+        (b"\xff\xfe", "is damaged"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_table_that_is_cut_or_none_is_named_and_never_drawn(tmp_path, content, words):
+    path = tmp_path / "tau.csv"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path} .*{words}.*; make it again: snakemake --cores all --force {path}"):
+        read_table(path)
+
+
+@pytest.mark.parametrize("content", [None, b"a,b\n1,2\n"])
+def test_a_page_is_made_of_the_files_that_its_manifest_names(tmp_path, content):
+    """Half a table is a table too, and nobody would see it on the page."""
+    path = tmp_path / "tables/tau.csv"
+    path.parent.mkdir()
+    path.write_bytes(b"a,b\n1,2\n3,4\n")
+    manifest = {"outputs": {"tables/tau.csv": sha256_file(path)}}
+    check_outputs(tmp_path, manifest)
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"tables/tau.csv is (gone|not the file that the manifest names); make it again"
+    ):
+        check_outputs(tmp_path, manifest)

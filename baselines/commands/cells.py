@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """List the selected cells, or export their requests."""
     condition = Condition(options.where, KINDS) if options.where is not None else None
-    wanted = options.state.split(",") if options.state else STATES
+    wanted = options.state.split(",") if options.state is not None else STATES
     for name in wanted:
         one_of("state", name, STATES)
     if options.export is not None:
@@ -122,7 +123,7 @@ def cells_of(name: str, configfile: Path | None, given: list[str], results: Path
             raise ValueError(
                 f"config: {name} is known from {plan} only, nothing can be changed; give --configfile FILE"
             )
-        return json.loads(plan.read_text(encoding="utf-8"))["cells"]
+        return planned_cells(plan)
     if configfile is None:
         planned = [folder.parent.name for folder in results.glob("*/plan.json")]
         one_of("suite", name, sorted({*suite_names(), *planned}))
@@ -132,11 +133,24 @@ def cells_of(name: str, configfile: Path | None, given: list[str], results: Path
         )
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"configfile: {path} is not YAML ({visible(str(error))}); restore it") from error
     if not isinstance(raw, dict) or "suite" not in raw:
         raise ValueError(f"configfile: {path} is no suite's config, it has no key suite; give one that has")
     return suite.expand(suite.resolve({**raw, **values}, given=values))
+
+
+def planned_cells(plan: Path) -> list[dict]:
+    """Return the cells of a plan.json; raises ValueError naming the file where it is damaged."""
+    try:
+        found = json.loads(plan.read_text(encoding="utf-8"))["cells"]
+        known = all({"path", "engine", "decode", "reasoning"} <= set(cell) for cell in found)
+        known = known and all(isinstance(cell["path"], str) and isinstance(cell["decode"], dict) for cell in found)
+    except (ValueError, KeyError, TypeError, RecursionError, OSError):
+        known = False
+    if not known or not isinstance(found, list):
+        raise ValueError(f"plan: {plan} is damaged; restore it, or make it again with snakemake")
+    return found
 
 
 def same_options(options: argparse.Namespace) -> str:
@@ -151,11 +165,8 @@ def same_options(options: argparse.Namespace) -> str:
 def suite_names() -> list[str]:
     """Return the suites that have a config here."""
     paths = sorted((WORKFLOWS / "config").glob("*.yaml"))
-    return [
-        path.stem
-        for path in paths
-        if path.read_text(encoding="utf-8").startswith("suite:") or "\nsuite:" in path.read_text(encoding="utf-8")
-    ]
+    # a damaged one is named when it is asked for
+    return [path.stem for path in paths if re.search(rb"^suite:", path.read_bytes(), flags=re.MULTILINE)]
 
 
 def parse_value(word: str) -> tuple[str, object]:

@@ -1,11 +1,13 @@
 """Files that a script is given: read with a clear error, and bad input as one line on standard error and status 2."""
 
 import functools
+import io
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import yaml
 from packing import read_packed
 
@@ -47,6 +49,21 @@ def read_object(path: Path, *keys: str, remedy: str) -> dict:
             return found
         problem = f"lacks {' or '.join(keys)}" if keys else "holds no object"
     raise ValueError(f"{path} {problem}; {remedy}")
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Return a table of ours, a csv file; raises ValueError naming it where it is missing, damaged or cut."""
+    try:
+        data = path.read_bytes()
+        table = pd.read_csv(io.BytesIO(data))
+        problem = "" if data.endswith(b"\n") else "is cut off in its last line"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except ValueError as error:  # pandas' own, and what is not UTF-8
+        problem = f"is damaged ({error})"
+    if problem:
+        raise ValueError(f"{path} {problem}; make it again: snakemake --cores all --force {path}")
+    return table
 
 
 def read_plan(path: Path) -> dict:

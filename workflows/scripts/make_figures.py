@@ -12,7 +12,7 @@ import pandas as pd
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
-from input_files import told
+from input_files import read_object, read_table, told
 from matplotlib.ticker import MaxNLocator
 from probe_figures import PROBE_CAPTIONS, PROBE_FIGURES
 from small_svg import small
@@ -189,7 +189,7 @@ def draw(tables: Path, out: Path, figures: list[str]) -> None:
     """Draw the figures named from the csv files in `tables`."""
     out.mkdir(parents=True, exist_ok=True)
     set_style()
-    captions = json.loads((tables / "captions.json").read_text(encoding="utf-8"))
+    captions = read_object(tables / "captions.json", remedy="make it with make_tables.py")
     for name in figures:
         # the second line is the table's caption: sizes, counts and conditions
         caption = f"{CAPTIONS[name]}\n{captions.get(FIGURE_TABLES[name], '')}".strip()
@@ -209,7 +209,7 @@ def main() -> int:
 
 
 def _read(tables: Path, name: str) -> pd.DataFrame:
-    return pd.read_csv(tables / f"{name}.csv")
+    return read_table(tables / f"{name}.csv")
 
 
 def _nothing(reason: str) -> plt.Figure:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 from captions import TITLES
-from input_files import read_object, read_plan, told
+from input_files import read_object, read_plan, read_table, told
 from make_tables import readable
 from report_arms import by_domain, configurations, viewer
 from report_html import (
@@ -29,13 +29,14 @@ from report_html import (
 from tree_steps import traced_cells, trees_of
 
 from baselines.suite import FIGURE_TABLES, setting_name
-from tfm.manifest import write_atomic
+from tfm.manifest import sha256_file, write_atomic
 
 DESCRIPTION = """
 Reads plan.json, manifest.json and, beside them, the tables, figures, compare.csv and summary.json, and the trees of the
 cells that recorded them. Writes --out, a page that needs no network; without a script all but the tree viewer is there.
 Last line of stdout: one JSON object.
 """
+REMAKE = "make it with make_tables.py"
 METHODS = {"ar": "autoregressive", "dflash": "DFlash chain", "ddtree": "DDTree", "dartree": "DARTree"}
 METHODS |= {"tfm": "DFlash-TfM", "headchain": "head's chain", "headddtree": "DDTree on the head's chain"}
 METHODS |= {"adaptive": "DFlash-TfM, adaptive budget"}
@@ -90,6 +91,15 @@ def page(folder: Path, plan: dict, manifest: dict, trees: list[dict]) -> str:
     )
 
 
+def check_outputs(folder: Path, manifest: dict) -> None:
+    """Raise ValueError unless the suite's files are those that its manifest names: half a table looks like a table."""
+    for name, digest in manifest["outputs"].items():
+        path = folder / name
+        if not path.is_file() or sha256_file(path) != digest:
+            what = "is not the file that the manifest names" if path.exists() else "is gone"
+            raise ValueError(f"{path} {what}; make it again: snakemake --cores all --force {path}")
+
+
 def origin(plan: dict, manifest: dict) -> str:
     """Return in one line what was run where, when and by which code."""
     config = plan["config"]
@@ -107,8 +117,8 @@ def headline(folder: Path, config: dict) -> list[str]:
     """Return the result in words, the headline table with intervals, and the paired differences."""
     if "headline" not in config["tables"]:
         return []
-    frame = pd.read_csv(folder / "tables/headline.csv")
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    frame = read_table(folder / "tables/headline.csv")
+    summary = read_object(folder / "summary.json", remedy=REMAKE)
     rows = []
     for row in frame.to_dict("records"):
         method = row["variant"].split("-")[0]
@@ -154,7 +164,7 @@ def pairs(folder: Path) -> list[str]:
     path = folder / "tables/paired.csv"
     if not path.exists():
         return []
-    frame = pd.read_csv(path)
+    frame = read_table(path)
     if "pair" not in frame:
         return []
     rows = []
@@ -172,7 +182,7 @@ def pairs(folder: Path) -> list[str]:
 
 def lossless(folder: Path, config: dict) -> list[str]:
     """Return where token identity was measured, what is expected elsewhere, and the command that checks it."""
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    summary = read_object(folder / "summary.json", remedy=REMAKE)
     same, rows = summary.get("same_as_ar_share") or {}, []
     for dtype, expected in (
         ("float32", "identical"),
@@ -215,7 +225,7 @@ def figures(folder: Path, config: dict) -> list[str]:
 
 def comparison(folder: Path) -> list[str]:
     """Return the inventory of the paper with its value, ours, and whether they compare."""
-    frame = pd.read_csv(folder / "compare.csv")
+    frame = read_table(folder / "compare.csv")
     counts = "".join(
         f"{chip(status, f'{count} {status}')} " for status, count in frame["status"].value_counts().items()
     )
@@ -247,7 +257,7 @@ def doubts(folder: Path, config: dict) -> list[str]:
     if "sanity" not in config["tables"]:
         return []
     rows = []
-    for row in pd.read_csv(folder / "tables/sanity.csv").to_dict("records"):
+    for row in read_table(folder / "tables/sanity.csv").to_dict("records"):
         flag, reason = ("" if pd.isna(row.get(key)) else html.escape(str(row[key])) for key in ("flag", "reason"))
         state = chip("fail", "doubt") if flag else chip("open", "not checked") if reason else chip("pass", "fine")
         cells = [html.escape(row["check"]), number(row["value"]), number(row["limit"]), number(row["n"]), state]
@@ -258,10 +268,10 @@ def doubts(folder: Path, config: dict) -> list[str]:
 
 def details(folder: Path, config: dict, manifest: dict) -> list[str]:
     """Return every table in full, folded, with the SHA-256 of its csv file."""
-    captions, parts = json.loads((folder / "tables/captions.json").read_text(encoding="utf-8")), []
+    captions, parts = read_object(folder / "tables/captions.json", *config["tables"], remedy=REMAKE), []
     for name in config["tables"]:
         file = f"tables/{name}.csv"
-        body = plain_table(readable(pd.read_csv(folder / file)), captions[name])
+        body = plain_table(readable(read_table(folder / file)), captions[name])
         digest = f'<p class="soft">{code(file)}, sha256 {code(manifest["outputs"].get(file, "unknown"))}</p>'
         parts.append(folded(f"{html.escape(TITLES[name])} ({code(file)})", digest + body, name=anchor("table", name)))
     return parts
@@ -358,6 +368,7 @@ def main() -> int:
     manifest = read_object(
         options.manifest, "cells", "devices", "outputs", "prompts", remedy="make it with write_manifest.py"
     )
+    check_outputs(options.plan.parent, manifest)
     trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"])
     text = page(options.plan.parent, plan, manifest, trees)
     write_atomic(options.out, text.encode())

@@ -4,7 +4,7 @@ import html
 from pathlib import Path
 
 import arms
-import pandas as pd
+from input_files import read_table
 from report_html import code, number, table, temperature, with_interval
 from tree_steps import as_json, outline
 
@@ -61,7 +61,7 @@ def by_domain(folder: Path, config: dict, names: dict[str, str]) -> list[str]:
     path = folder / "tables/per_set.csv"
     if not path.exists():
         return []
-    frame = pd.read_csv(path)
+    frame = read_table(path)
     if "domain" not in frame or "tau" not in frame:
         return []
     parts = []

@@ -31,13 +31,23 @@ def register_kernels() -> None:
 
 
 def read_cells(path: Path) -> list[dict]:
-    """Return the cells of a plan.json or of a file with one JSON object a line."""
-    text = path.read_text(encoding="utf-8")
+    """Return the cells of a plan.json or of a file with one JSON object a line; raises ValueError for another file."""
+    remedy = "give a suite's plan.json, or its cells a line each"
     try:
-        plan = json.loads(text)
-        return plan.get("cells", [plan])
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        text = path.read_bytes().decode("utf-8")
+        try:
+            plan = json.loads(text)
+            cells = plan.get("cells", [plan]) if isinstance(plan, dict) else plan
+        except json.JSONDecodeError:
+            cells = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except OSError as error:
+        raise ValueError(f"--list: {path} cannot be read ({error.strerror}); {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--list: {path} is damaged ({error}); {remedy}") from error
+    keys = {"path", "suite", "target", "dataset", "reasoning", "decode"}
+    if not isinstance(cells, list) or not cells or not all(isinstance(c, dict) and keys <= set(c) for c in cells):
+        raise ValueError(f"--list: {path} holds no resolved cells, or others too; {remedy}")
+    return cells
 
 
 def part_of(cells: list[dict], part: str | None) -> list[dict]:
@@ -75,6 +85,10 @@ def run(options: argparse.Namespace) -> dict:
     """Run the cells in list order; a failed cell is reported and the next one starts. Returns the counts."""
     from decode_cell import run_cell  # after register_kernels
 
+    if options.seconds is not None and not options.seconds > 0:
+        raise ValueError(
+            f"--seconds: {options.seconds} is not allowed (allowed: a number above 0); leave it out for all"
+        )
     cells, done, failed = part_of(read_cells(options.list), options.part), [], {}
     deadline = time.monotonic() + options.seconds if options.seconds else float("inf")
     for number, cell in enumerate(cells, start=1):

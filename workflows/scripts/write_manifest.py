@@ -5,9 +5,10 @@ import json
 import sys
 from pathlib import Path
 
-from input_files import read_plan, told
+from input_files import read_object, read_plan, told
 from probe_records import load_probes
 
+from tfm.cells import read_cell
 from tfm.manifest import environment, sha256_file, write_json
 
 DESCRIPTION = """
@@ -20,7 +21,7 @@ def manifest(plan: dict, folder: Path) -> dict:
     """Return what made the suite's numbers."""
     cells, devices, environments = {}, [], []
     for cell in plan["cells"]:
-        facts = json.loads((Path(cell["path"]) / "cell.json").read_text(encoding="utf-8"))
+        facts = read_cell(Path(cell["path"]))
         keys = ("source_digest", "cell_digest", "prompts_sha256", "prompts", "started", "ended", "seconds", "files")
         cells[cell["path"]] = {key: facts[key] for key in keys} | {"weights": facts["cell"]["weights_sha256"]}
         devices += [facts["device"]] if facts["device"] not in devices else []
@@ -29,7 +30,9 @@ def manifest(plan: dict, folder: Path) -> dict:
         [path for pattern in ("tables/*", "figures/*", "compare.*", "summary.json") for path in folder.glob(pattern)]
     )
     prompts = {
-        path.name: json.loads(path.read_text(encoding="utf-8"))
+        path.name: read_object(
+            path, "n", "prompts_sha256", remedy=f"make it with `snakemake --cores all --force {path}`"
+        )
         for path in sorted(folder.glob("prompts/*/*.manifest.json"))
     }
     return {
