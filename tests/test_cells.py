@@ -193,6 +193,15 @@ def test_a_cell_without_all_prompts_is_not_finished(tmp_path):
     assert not (tmp_path / "cell.json").exists()
 
 
+def test_a_record_of_another_version_is_refused_by_what_it_lacks(tmp_path):
+    finished(tmp_path)
+    facts = cells.read_cell(tmp_path)
+    del facts["cell"]["template"]
+    manifest.write_json(tmp_path / "cell.json", manifest.sealed(facts))
+    with pytest.raises(ValueError, match=r"cell.json is of another version .KeyError: 'template'.; make it again: "):
+        load_cells([tmp_path])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damage", ["half", "empty", "byte", "gone"])
 def test_damaged_records_are_refused_with_file_and_rerun_command(tmp_path, kind, damage):  # C117

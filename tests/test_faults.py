@@ -89,6 +89,15 @@ def test_a_cell_that_outlived_snakemake_is_kept(finished, tmp_path):
     assert {path.name: path.read_bytes() for path in (folder / AR).glob("*.*") if path.name in before} == before
 
 
+def test_a_stray_file_among_the_notes_of_a_kill_is_none(tmp_path):
+    """A network disk leaves .nfs files, a desktop .DS_Store."""
+    notes = tmp_path / ".snakemake/incomplete"
+    notes.mkdir(parents=True)
+    for name in (base64.urlsafe_b64encode(f"{AR}/cell.json".encode()).decode(), ".nfs00012", ".DS_Store", "x", "a b=="):
+        (notes / name).touch()
+    assert resume.incomplete_files(tmp_path) == [f"{AR}/cell.json"]
+
+
 def test_resume_ends_only_what_a_dead_snakemake_left(tmp_path):
     """A script that somebody started by hand in the same folder goes on."""
     (tmp_path / "workflows/scripts").mkdir(parents=True)

@@ -8,7 +8,7 @@ import pytest
 from workflow_runs import ROOT, environment_of
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
-from input_files import read_table
+from input_files import CELL_KEYS, CONFIG_KEYS, check_version, read_table
 from make_report import check_outputs
 from run_cells import read_cells
 
@@ -100,6 +100,8 @@ def test_a_time_of_nothing_is_not_the_whole_list(tmp_path, seconds):
         (b"", "is damaged"),
         (b"a,b\n1,", "is cut off in its last line"),
         (b"\xff\xfe", "is damaged"),
+        (b"variant,tau,tau_low\n", "lacks tau_high"),
+        (b"variant\nx\n", "lacks tau"),
         (None, "cannot be read"),
     ],
 )
@@ -108,7 +110,17 @@ def test_a_table_that_is_cut_or_none_is_named_and_never_drawn(tmp_path, content,
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{path} .*{words}.*; make it again: snakemake --cores all --force {path}"):
-        read_table(path)
+        read_table(path, *(["tau"] if content == b"variant\nx\n" else []))
+
+
+@pytest.mark.parametrize(("part", "key"), [("config", "side"), ("cells", "clock")])
+def test_a_plan_of_another_version_is_refused_by_what_it_lacks(tmp_path, part, key):
+    path, cell = tmp_path / "plan.json", dict.fromkeys(CELL_KEYS, "x") | {"path": "p"}
+    plan = {"config": dict.fromkeys(CONFIG_KEYS, "x"), "cells": [cell, dict(cell)]}
+    check_version(plan, path)
+    del (plan["config"] if part == "config" else plan["cells"][1])[key]
+    with pytest.raises(ValueError, match=f"{path} has .* without {key}, as another version writes; .*--force {path}"):
+        check_version(plan, path)
 
 
 @pytest.mark.parametrize("content", [None, b"a,b\n1,2\n"])

@@ -186,6 +186,13 @@ def load_cells(folders: list[Path], *, allow_missing: bool = False) -> Records:
             tables[kind].append(
                 _read_checked(folder, kind, manifest).append_column("cell", _column(manifest, kind, len(cells)))
             )
+        try:
+            identity(manifest)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{folder / MANIFEST} is of another version ({type(error).__name__}: {error}); make it again: "
+                f"{rerun_command(folder)}"
+            ) from error
         cells.append({**manifest, "path": folder.as_posix()})
     return join_records(cells, {kind: _concat(tables[kind], kind) for kind in KINDS}, missing=missing)
 

@@ -121,15 +121,22 @@ def take_back_future_times(folder: Path) -> None:
     """
     now = time.time()
     for path in (folder / "results").rglob("*"):
-        if path.lstat().st_mtime > now + 1:
-            os.utime(path, (now, now), follow_symlinks=False)
+        # one that is gone by now, or another user's, is nobody's to change
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if path.lstat().st_mtime > now + 1:
+                os.utime(path, (now, now), follow_symlinks=False)
 
 
 def incomplete_files(folder: Path) -> list[str]:
     """Return the files that a killed Snakemake was making: it notes each by its name in base64, cut into folders."""
     marks = folder / ".snakemake/incomplete"
-    names = [path.relative_to(marks).parts for path in sorted(marks.rglob("*")) if path.is_file()]
-    return [base64.urlsafe_b64decode("".join(part.removeprefix("@") for part in parts)).decode() for parts in names]
+    found = []
+    for path in (path for path in sorted(marks.rglob("*")) if path.is_file()):
+        name = "".join(part.removeprefix("@") for part in path.relative_to(marks).parts)
+        # a file that the system or a network disk put there is no note
+        with contextlib.suppress(ValueError):
+            found.append(base64.b64decode(name, b"-_", validate=True).decode())
+    return found
 
 
 def end(process: Process) -> None:

@@ -6,11 +6,12 @@ import json
 import sys
 from pathlib import Path
 
-import yaml
-from check import card_of
+from check import RESTORE, card_of
 from expectations import propose
+from input_files import read_object
 from make_tables import read_plan
 
+from tfm.cells import read_cell
 from tfm.manifest import write_atomic
 
 DESCRIPTION = """
@@ -24,7 +25,7 @@ def source_of(plan: dict) -> str:
     """Return which code and card a run's numbers come from; raises ValueError for uncommitted code."""
     commits = set()
     for cell in plan["cells"]:
-        git = json.loads((Path(cell["path"]) / "cell.json").read_text(encoding="utf-8"))["environment"]["git"]
+        git = read_cell(Path(cell["path"]))["environment"]["git"]
         if git["dirty"]:
             raise ValueError(f"{cell['path']} was made by uncommitted code; commit it, make it again, then propose")
         commits.add(str(git["commit"])[:10])
@@ -49,8 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, help="file for the proposal")
     options = parser.parse_args(arguments)
     try:
-        plan, expected = read_plan(options.plan), yaml.safe_load(options.expected.read_text(encoding="utf-8"))
-        summary = json.loads((options.plan.parent / "summary.json").read_text(encoding="utf-8"))
+        plan, expected = read_plan(options.plan), read_object(options.expected, "items", remedy=RESTORE)
+        summary = read_object(options.plan.parent / "summary.json", remedy="make it with make_tables.py")
         suite = plan["config"]["suite"]
         items = propose(expected, plan, summary, card=card_of(plan), source=source_of(plan))
     except (ValueError, OSError) as error:

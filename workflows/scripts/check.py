@@ -7,14 +7,14 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import yaml
 from expectations import Finding, against_published, check_kernels, check_run, points_at
+from input_files import read_object
 from kernel_runs import load_kernel_run
 from make_tables import read_plan
 from packing import PLAN, read_packed
 from publish import load_published
 
-from tfm.cells import load_cells
+from tfm.cells import load_cells, read_cell
 from tfm.manifest import write_atomic
 
 DESCRIPTION = """
@@ -25,15 +25,13 @@ was expected, what came with its interval, and the command that makes its cells 
 object. Exit 1 when an item failed, 2 on bad input.
 """
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+RESTORE = "give workflows/config/expected.yaml, or restore it from git"
 SIGNS = {"pass": "✓", "fail": "✗", "not comparable": "≠"}
 
 
 def card_of(plan: dict) -> str:
     """Return the device of the run's cells, one name; several are joined, and match no card."""
-    names = {
-        json.loads((Path(cell["path"]) / "cell.json").read_text(encoding="utf-8"))["device"]["name"]
-        for cell in plan["cells"]
-    }
+    names = {read_cell(Path(cell["path"]))["device"]["name"] for cell in plan["cells"]}
     return " + ".join(sorted(names))
 
 
@@ -51,7 +49,7 @@ def published_runs(published: Path, plan: dict) -> list[Path]:
 def check(plan_file: Path, expected: dict, published: Path, bench: Path | None) -> tuple[str, list[Finding]]:
     """Return the card and all findings of a run; raises ValueError for missing or damaged files."""
     plan = read_plan(plan_file)
-    summary = json.loads((plan_file.parent / "summary.json").read_text(encoding="utf-8"))
+    summary = read_object(plan_file.parent / "summary.json", remedy="make it with make_tables.py")
     card = card_of(plan)
     findings = check_run(expected, plan, summary, card=card)
     for folder in published_runs(published, plan):
@@ -124,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, help="folder of junit.xml and summary.md")
     options = parser.parse_args(arguments)
     try:
-        expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
+        expected = read_object(options.expected, "items", remedy=RESTORE)
         card, findings = check(options.plan, expected, options.published, options.bench)
         suite = read_plan(options.plan)["config"]["suite"]
     except (ValueError, OSError) as error:

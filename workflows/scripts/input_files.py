@@ -11,6 +11,10 @@ import pandas as pd
 import yaml
 from packing import read_packed
 
+# what every script reads of a plan
+CONFIG_KEYS = {"suite", "family", "methods", "datasets", "temperatures", "seeds", "reasoning", "side", "tables"}
+CELL_KEYS = {"part", "engine", "target", "dataset", "domain", "variant", "setting", "seed", "decode", "clock", "traced"}
+
 
 def told(main: Callable[[], int]) -> Callable[[], int]:
     """Return a script's `main` that says in one line what is wrong with its input, and then returns 2."""
@@ -51,12 +55,19 @@ def read_object(path: Path, *keys: str, remedy: str) -> dict:
     raise ValueError(f"{path} {problem}; {remedy}")
 
 
-def read_table(path: Path) -> pd.DataFrame:
-    """Return a table of ours, a csv file; raises ValueError naming it where it is missing, damaged or cut."""
+def read_table(path: Path, *columns: str) -> pd.DataFrame:
+    """Return a table of ours, a csv file with `columns`; raises ValueError naming it where it is damaged or cut.
+
+    An interval has both its ends and its value.
+    """
     try:
         data = path.read_bytes()
         table = pd.read_csv(io.BytesIO(data))
-        problem = "" if data.endswith(b"\n") else "is cut off in its last line"
+        ends = [name for name in table if name.endswith(("_low", "_high"))]
+        needed = {*columns, *(f"{name.rpartition('_')[0]}{end}" for name in ends for end in ("", "_low", "_high"))}
+        lacking = sorted(needed - set(table))
+        problem = f"lacks {', '.join(lacking)}" if lacking else ""
+        problem = problem if data.endswith(b"\n") else "is cut off in its last line"
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     except ValueError as error:  # pandas' own, and what is not UTF-8
@@ -76,3 +87,14 @@ def read_plan(path: Path) -> dict:
     if not isinstance(cells, list) or not all(isinstance(cell, dict) and "path" in cell for cell in cells):
         raise ValueError(f"{path} has cells without a path; {remedy}")
     return plan
+
+
+def check_version(plan: dict, path: Path) -> None:
+    """Raise ValueError unless a plan has all that tables and pages are made by, as another version's may not."""
+    for what, lacking in (
+        ("a config", sorted(CONFIG_KEYS - set(plan["config"]))),
+        ("cells", sorted({key for cell in plan["cells"] for key in CELL_KEYS - set(cell)})),
+    ):
+        if lacking:
+            remedy = f"make it again: snakemake --cores all --force {path}"
+            raise ValueError(f"{path} has {what} without {', '.join(lacking)}, as another version writes; {remedy}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 from captions import TITLES
-from input_files import read_object, read_plan, read_table, told
+from input_files import check_version, read_object, read_plan, read_table, told
 from make_tables import readable
 from report_arms import by_domain, configurations, viewer
 from report_html import (
@@ -36,6 +36,7 @@ Reads plan.json, manifest.json and, beside them, the tables, figures, compare.cs
 cells that recorded them. Writes --out, a page that needs no network; without a script all but the tree viewer is there.
 Last line of stdout: one JSON object.
 """
+COMPARED = ("row", "what", "item", "unit", "paper", "ours", "low", "high", "n", "status", "reason", "source")
 REMAKE = "make it with make_tables.py"
 METHODS = {"ar": "autoregressive", "dflash": "DFlash chain", "ddtree": "DDTree", "dartree": "DARTree"}
 METHODS |= {"tfm": "DFlash-TfM", "headchain": "head's chain", "headddtree": "DDTree on the head's chain"}
@@ -117,7 +118,7 @@ def headline(folder: Path, config: dict) -> list[str]:
     """Return the result in words, the headline table with intervals, and the paired differences."""
     if "headline" not in config["tables"]:
         return []
-    frame = read_table(folder / "tables/headline.csv")
+    frame = read_table(folder / "tables/headline.csv", "variant", "setting")
     summary = read_object(folder / "summary.json", remedy=REMAKE)
     rows = []
     for row in frame.to_dict("records"):
@@ -225,7 +226,7 @@ def figures(folder: Path, config: dict) -> list[str]:
 
 def comparison(folder: Path) -> list[str]:
     """Return the inventory of the paper with its value, ours, and whether they compare."""
-    frame = read_table(folder / "compare.csv")
+    frame = read_table(folder / "compare.csv", *COMPARED)
     counts = "".join(
         f"{chip(status, f'{count} {status}')} " for status, count in frame["status"].value_counts().items()
     )
@@ -257,7 +258,7 @@ def doubts(folder: Path, config: dict) -> list[str]:
     if "sanity" not in config["tables"]:
         return []
     rows = []
-    for row in read_table(folder / "tables/sanity.csv").to_dict("records"):
+    for row in read_table(folder / "tables/sanity.csv", "check", "value", "limit", "n").to_dict("records"):
         flag, reason = ("" if pd.isna(row.get(key)) else html.escape(str(row[key])) for key in ("flag", "reason"))
         state = chip("fail", "doubt") if flag else chip("open", "not checked") if reason else chip("pass", "fine")
         cells = [html.escape(row["check"]), number(row["value"]), number(row["limit"]), number(row["n"]), state]
@@ -365,6 +366,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="report.html")
     options = parser.parse_args()
     plan = read_plan(options.plan)
+    check_version(plan, options.plan)
     manifest = read_object(
         options.manifest, "cells", "devices", "outputs", "prompts", remedy="make it with write_manifest.py"
     )
