@@ -23,7 +23,7 @@ from baselines.names import (
     variant_pattern,
 )
 from baselines.refusals import one_of
-from baselines.validation import FIGURE_TABLES, SCHEMA_FILE, resolve
+from baselines.validation import FIGURE_TABLES, SCHEMA_FILE, check_file, resolve
 from tfm.config import GREEDY_BELOW, DecodeConfig
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "SETTING",
     "STAGED",
     "SWEEPS",
+    "check_file",
     "draft_rows",
     "expand",
     "headline",

@@ -38,6 +38,24 @@ def read_schema() -> dict:
     return yaml.safe_load(SCHEMA_FILE.read_text(encoding="utf-8"))
 
 
+def check_file(path: Path | str) -> None:
+    """Raise ValueError for a config file that says a key twice: YAML keeps the last one and says nothing."""
+    pending, problems = [(yaml.compose(Path(path).read_text(encoding="utf-8")), "")], []
+    while pending:
+        node, where = pending.pop()
+        if isinstance(node, yaml.MappingNode):
+            seen: dict[str, int] = {}
+            for key, value in node.value:
+                name, line = f"{where}{key.value}", key.start_mark.line + 1
+                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                    problems.append(f"{name}: is in {path} twice, lines {seen[key.value]} and {line}; remove one")
+                seen[str(key.value)] = line
+                pending.append((value, f"{name}."))
+        elif isinstance(node, yaml.SequenceNode):
+            pending += [(item, where) for item in node.value]
+    _raise_if(problems)
+
+
 def resolve(raw: dict, *, given: dict | None = None) -> dict:
     """Return the checked config of a suite with command-line strings typed and the section `real` applied.
 

@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -346,6 +347,13 @@ def test_a_damaged_plan_is_named(capsys, results, content):
     path.mkdir() if content is None else path.write_text(content)
     _, err = run(capsys, "--results", results, "--suite", "other", expect=2)
     assert f"plan: {path} is damaged; restore it" in err
+
+
+def test_a_key_that_a_config_says_twice_is_named_with_its_lines(capsys, tmp_path):
+    text = (ROOT / "workflows/config/nano.yaml").read_text()
+    (tmp_path / "x.yaml").write_text(f"budget: 8\n{text}")
+    _, err = run(capsys, "--configfile", tmp_path / "x.yaml", expect=2)
+    assert re.search(r"budget: is in .*x.yaml twice, lines 1 and \d+; remove one", err)
 
 
 def test_a_config_that_is_no_text_is_named(capsys, tmp_path):

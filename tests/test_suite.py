@@ -116,6 +116,19 @@ def test_command_line_strings_are_typed_before_they_name_a_cell():  # C114
     assert "results/nano/cells/torch/nano/sample-code/ddtree-b16/t0/seed0" in paths
 
 
+def test_keys_that_stand_twice_are_found_wherever_they_stand(tmp_path):
+    for path in (ROOT / "workflows/config").glob("*.yaml"):
+        suite.check_file(path)
+    (tmp_path / "x.yaml").write_text("a: 1\nb: [{c: 1, c: 2}]\nd:\n  e: 1\n  e: 2\na: 3\n")
+    with pytest.raises(ValueError) as error:
+        suite.check_file(tmp_path / "x.yaml")
+    assert re.findall(r"  (\S+): is in .* twice, lines (\d) and (\d)", str(error.value)) == [
+        ("a", "1", "6"),
+        ("d.e", "4", "5"),
+        ("b.c", "2", "2"),
+    ]
+
+
 def test_a_budget_beyond_every_tree_is_refused_by_its_own_name():
     with pytest.raises(ValueError, match=r"budget: 1000000000000000019\d+ is not allowed .allowed: 1 to 16384"):
         suite.expand(suite.resolve({**NANO, "budget": "1e30"}))

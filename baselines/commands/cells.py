@@ -135,6 +135,7 @@ def cells_of(name: str, configfile: Path | None, given: list[str], results: Path
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"configfile: {path} is not YAML ({visible(str(error))}); restore it") from error
+    suite.check_file(path)
     if not isinstance(raw, dict) or "suite" not in raw:
         raise ValueError(f"configfile: {path} is no suite's config, it has no key suite; give one that has")
     return suite.expand(suite.resolve({**raw, **values}, given=values))

@@ -36,6 +36,8 @@ def checked(function, *arguments, **named):
         raise WorkflowError(str(error)) from None
 
 
+for file in workflow.config_settings.configfiles or ["workflows/config/nano.yaml"]:
+    checked(suite.check_file, file)
 config = checked(suite.resolve, config, given=workflow.config_settings.config)
 DIGESTS = suite.weight_digests(config)
 CELLS = checked(suite.expand, config)
