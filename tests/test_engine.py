@@ -86,6 +86,19 @@ def test_proposing_ahead_changes_no_record(nano, name):
     assert_same_records(run_static(nano, config, prompts, ahead=True), run_reference(nano, config, prompts))
 
 
+def test_a_tree_proposed_ahead_of_the_end_stays_inside_the_memory(nano):
+    """The last step may accept a whole path although the cap keeps one token of it: the next block stands behind it."""
+    config, prompts = settings_of("dflash", max_new_tokens=3), prompts_of(nano)[:1]
+    engine = make_engine(nano, config, prompts, ahead=True)
+    engine.decode(prompts, on_finish=lambda _: None)
+    step = engine.step
+    with torch.inference_mode():
+        # before the last step all but the root and one token are committed
+        step.target.length.fill_(step.capacity - 2 + step.path_rows)
+        step.drafter.pending_count.fill_(step.path_rows)
+        step.propose()
+
+
 def test_a_prompt_that_outgrows_the_memory_is_refused(nano):
     prompts = prompts_of(nano)
     engine = make_engine(nano, settings_of("ar"), prompts[:1])

@@ -24,15 +24,16 @@ class StaticDrafter:
         config, weight = drafter.config, drafter.fc.weight
         self.drafter, self._target, self._ops, self._length = drafter, target, ops, length
         self.block_size, self.path_rows = config.block_size, path_rows
-        # the block stands behind the committed rows; the last row is where pending places that hold nothing are written
-        self._spare = capacity + config.block_size
+        # the block stands behind the committed rows, and ahead of a request's end behind those of a whole path that the
+        # cap cuts; the last row is where pending places that hold nothing are written
+        self._spare = capacity + path_rows + config.block_size
         shape = (len(config.layer_types), config.num_key_value_heads, self._spare + 1, config.head_dim)
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
         self.pending = weight.new_zeros(path_rows, drafter.fc.in_features)
         self.pending_count = torch.zeros_like(length)
         device = weight.device
         self._table = rotary_table(
-            torch.arange(self._spare + path_rows, device=device), config.head_dim, config.rope_theta, weight.dtype
+            torch.arange(self._spare, device=device), config.head_dim, config.rope_theta, weight.dtype
         )
         self._steps = torch.arange(max(self.block_size, path_rows), device=device)
         self._ids = torch.full((self.block_size,), config.mask_token_id, device=device)
