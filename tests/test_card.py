@@ -10,6 +10,7 @@ from tfm import device
 
 SMI = """#!/bin/sh
 case "$1" in *memory.used*) echo "$3" | wc -c ;; *)
+echo "WARNING: infoROM is corrupted at gpu 0000:01:00.0"
 echo "GPU-aaaa-1, NVIDIA Fake, 143771, 9.0, 580.1"; echo "GPU-bbbb-2, NVIDIA Fake, 143771, 9.0, 580.1" ;; esac
 """
 TWO = [{"uuid": "GPU-aaaa-1"}, {"uuid": "GPU-bbbb-2"}]
@@ -73,6 +74,15 @@ def test_a_machine_without_a_driver_has_no_card(tmp_path, monkeypatch):
         pass
     with card.claim("cpu") as (environment, facts):
         assert environment == {} and facts["kind"] == "cpu"
+
+
+def test_a_card_that_does_not_say_its_memory_is_taken_without(two_cards):
+    smi = two_cards / "bin/nvidia-smi"
+    smi.write_text(SMI.replace("143771", "[N/A]").replace('echo "$3" | wc -c', "echo '[N/A]'"))
+    with card.claim("cuda") as (_, facts):
+        assert facts["memory_gib"] is None and facts["name"] == "NVIDIA Fake"
+    with pytest.raises(ValueError, match=r"memory.used: nvidia-smi says \['\[N/A\]'\] of card GPU-aaaa-1"):
+        card.memory_used_mib("GPU-aaaa-1")
 
 
 def test_memory_in_use_is_asked_of_the_card(two_cards):

@@ -82,6 +82,13 @@ def test_the_answer_that_the_others_are_made_of_is_a_record():
     assert trace.output_tokens == TOKENS
 
 
+def test_an_error_of_null_is_none_and_a_line_may_come_in_pieces():
+    with_null = [part.replace(b"data: {", b'data: {"error": null, ') for part in ending()[1:-1]]
+    pieces = [piece for part in with_null for piece in (part[:9], 0.01, part[9:])]
+    with answering(lambda path: [HEAD, *pieces, DONE]) as port:
+        assert record(sglang.generate, port).output_tokens == TOKENS
+
+
 AGAIN, NEW = chunk(TOKENS[:1]), [chunk(TOKENS[1:5], 1, [0, 0, 0, 1]), chunk(TOKENS[5:], 2, TWO_STEPS, "length")]
 PAST = [chunk([5, 6, 2, 8, 9], 1, [0, 0, 0, 1]), chunk([5, 6, 2, 8, 9, 10, 11, 12], 2, TWO_STEPS, "length")]
 
@@ -95,9 +102,11 @@ PAST = [chunk([5, 6, 2, 8, 9], 1, [0, 0, 0, 1]), chunk([5, 6, 2, 8, 9, 10, 11, 1
         pytest.param([HEAD, event([1, 2])], r"/generate: \[1, 2\]", id="no_object"),
         pytest.param([HEAD, b"data: " + b"[" * 200_000 + b"\n\n"], "RecursionError", id="nested_without_end"),
         pytest.param([HEAD, AGAIN, *[b": ping\n\n", 0.1] * 40], "no chunk for 0.5 s, only : ping", id="kept_alive"),
+        pytest.param([HEAD, AGAIN, *[b"x", 0.1] * 40], "no chunk for 0.5 s, only", id="a_line_without_end"),
         pytest.param([HEAD, AGAIN, *[AGAIN, 0.1] * 40], "no token for .* s, 1 before", id="empty_chunks"),
         pytest.param([HEAD, AGAIN, *NEW, DONE], "does not begin with the 1 sent before", id="new_tokens_alone"),
         pytest.param([HEAD, AGAIN, chunk([7, 8], 1, [0, 1])], "does not begin with the 1 sent", id="taken_back"),
+        pytest.param([HEAD, event({"output_ids": TOKENS, "meta_info": [1]})], "a chunk without", id="facts_as_a_list"),
         pytest.param(ending(without=["cached_tokens"]), "a chunk without 'cached_tokens'", id="cache_unknown"),
         pytest.param(ending(without=["completion_tokens"]), "without 'completion_tokens'", id="count_unknown"),
     ],

@@ -32,7 +32,7 @@ def claim(kind: str) -> Iterator[tuple[dict[str, str], dict]]:
     locks = [Path(device.LOCKS) / f"tfm-gpu-{card['uuid'].removeprefix('GPU-')}.lock" for card in found]
     with device.lock_first_free(locks) as index:
         card = found[index]
-        facts = {"kind": "cuda", "name": card["name"], "memory_gib": round(float(card["memory.total"]) / 1024, 1)}
+        facts = {"kind": "cuda", "name": card["name"], "memory_gib": _gib(card["memory.total"])}
         facts |= {"capability": card["compute_cap"], "driver": card["driver_version"]}
         yield {VISIBLE: card["uuid"]}, {**facts, "torch_threads": torch.get_num_threads()}
 
@@ -40,7 +40,8 @@ def claim(kind: str) -> Iterator[tuple[dict[str, str], dict]]:
 def cards() -> list[dict[str, str]]:
     """Return what nvidia-smi says of each card that CUDA would see (memory in MiB); none where there is no driver."""
     rows = _query("--query-gpu=" + ",".join(FIELDS))
-    found = [dict(zip(FIELDS, row, strict=True)) for row in rows]
+    # its warnings stand between the rows
+    found = [dict(zip(FIELDS, row, strict=True)) for row in rows if len(row) == len(FIELDS)]
     return visible(found, os.environ.get(VISIBLE))
 
 
@@ -61,8 +62,20 @@ def visible(found: list[dict[str, str]], names: str | None) -> list[dict[str, st
 
 
 def memory_used_mib(uuid: str) -> int:
-    """Return the MiB in use on a card, whoever uses them."""
-    return int(_query("--query-gpu=memory.used", "-i", uuid)[0][0])
+    """Return the MiB in use on a card, whoever uses them; raises ValueError where nvidia-smi does not say."""
+    said = [row[0] for row in _query("--query-gpu=memory.used", "-i", uuid)]
+    found = [int(word) for word in said if word.isdecimal()]
+    if not found:
+        raise ValueError(f"memory.used: nvidia-smi says {said or 'nothing'} of card {uuid}; see what it prints itself")
+    return found[0]
+
+
+def _gib(mib: str) -> float | None:
+    """Return GiB of a text of MiB; None where nvidia-smi leaves it out, as of a card that shares the host's memory."""
+    try:
+        return round(float(mib) / 1024, 1)
+    except ValueError:
+        return None
 
 
 def _query(*arguments: str) -> list[list[str]]:

@@ -53,10 +53,10 @@ def stream(port: int, path: str, body: dict, *, timeout: float) -> Iterator[dict
         if reply.status != 200:
             raise ServerError(f"POST {path}: status {reply.status}, {_brief(reply.read())}")
         since, other = time.monotonic(), b""
-        while line := reply.readline():
+        for line in _lines(reply):
             if not line.startswith(b"data:"):
                 other += line[: QUOTED - len(other)]
-                # a server that only keeps the connection alive makes no progress, and every line restarts the socket's
+                # a server that only keeps the connection alive makes no progress, and every byte restarts the socket's
                 if time.monotonic() - since > timeout:
                     raise ServerError(f"POST {path}: no chunk for {timeout:g} s, only {_brief(other.strip())}")
                 continue
@@ -64,7 +64,7 @@ def stream(port: int, path: str, body: dict, *, timeout: float) -> Iterator[dict
             if text == DONE:
                 return
             chunk = json.loads(text)
-            if not isinstance(chunk, dict) or "error" in chunk or chunk.get("object") == "error":
+            if not isinstance(chunk, dict) or chunk.get("error") is not None or chunk.get("object") == "error":
                 found = chunk.get("error", text) if isinstance(chunk, dict) else text
                 raise ServerError(f"POST {path}: {_brief(str(found).encode())}")
             yield chunk
@@ -75,6 +75,16 @@ def stream(port: int, path: str, body: dict, *, timeout: float) -> Iterator[dict
         raise ServerError(f"POST {path}: the reply broke off ({type(error).__name__}: {error})") from error
     finally:
         connection.close()
+
+
+def _lines(reply: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the lines of a reply without their ends, and an empty one for a piece that ends none: time goes on."""
+    rest = b""
+    while piece := reply.read1(1 << 16):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines or [b""]
+    if rest:
+        yield rest
 
 
 def _encoded(body: dict | None) -> tuple[str | None, dict[str, str]]:

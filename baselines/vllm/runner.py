@@ -73,7 +73,7 @@ def generate(
             if over and watcher.config.stop and reply.finish is None:
                 reply.closed = True
                 break
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ServerError(f"POST /v1/completions: a chunk without {error}; is this vLLM {VERSION}?") from error
     finally:
         chunks.close()
