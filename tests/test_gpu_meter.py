@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tfm import device
 from tfm.gpu_meter import CardSpan, GpuMeter, Reading, facts
 
 
@@ -53,6 +54,32 @@ def card(monkeypatch):
         return torch.device("cuda", 0)
 
     return plant
+
+
+NEW = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22-I3)\nGCC 12.3"
+)
+OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: 11.4.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "version"),
+    [
+        (NEW, None, "580.65.06"),
+        (OLD, None, "535.129.03"),
+        (None, "WARNING: infoROM is corrupted\n580.1\n580.1", "580.1"),
+        (None, None, None),
+    ],
+)
+def test_a_record_names_the_driver(tmp_path, monkeypatch, text, said, version):  # C101
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "version")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    if said is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert device.driver_version.__wrapped__() == version
 
 
 def test_energy_is_the_difference_of_two_readings():

@@ -165,6 +165,22 @@ def requests(right: dict[str, list[bool]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@pytest.mark.parametrize(
+    ("right", "count", "words"),
+    [(False, 60, "none of 60 right"), (True, 60, "all of 60 right"), (False, 50, ""), (None, 60, "")],
+)
+def test_no_answer_right_or_all_of_many_is_doubted(right, count, words):
+    """SpecForge's HumanEval: an accuracy of 0.0 stood beside 164 valid rows."""  # C100
+    answers = [bool(i % 7) if right is None else right for i in range(count)]
+    flag = grade_cells.accuracy(requests({"ar": answers})).iloc[0]["flag"]
+    assert (words in flag and "doubt the grader" in flag) if words else flag == ""
+
+
+def test_answers_to_prompts_of_another_set_are_not_graded():
+    with pytest.raises(ValueError, match="prompts: '.*' and 1 more are not in the set"):
+        grade_cells.grade(requests({"ar": [True, False]}), {}, str)
+
+
 def test_an_arm_that_loses_answers_is_flagged():
     """llama.cpp#27975: 93 % right became 62 % with drafts that were not verified, while the speed doubled."""
     base = [i % 8 != 0 for i in range(64)]

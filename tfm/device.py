@@ -2,8 +2,11 @@
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from tfm_kernels import launches
 
 # not $TMPDIR, which differs between users and batch jobs: a card has one lock on a machine
 LOCKS = Path("/tmp")
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def make_deterministic(*, threads: int) -> None:
@@ -61,9 +65,23 @@ def facts(device: torch.device) -> dict:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
+        "driver": driver_version(),
         "launches": launches.chosen(),
         "torch_threads": torch.get_num_threads(),
     }
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, from its own file or nvidia-smi; None where neither tells it."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", DRIVER.read_text(encoding="utf-8", errors="replace")):
+            return found[0]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return next((line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"[\d.]+", line.strip())), None)
+    return None
 
 
 @contextlib.contextmanager

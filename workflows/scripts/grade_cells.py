@@ -30,6 +30,7 @@ only in the sandbox of tfm/sandbox.py (no network, limits on time and memory). L
 Exit 2 on bad input.
 """
 RULES = ("gsm8k",)
+FEW = 50  # prompts above which no answer right, or all of them, is more likely a mistake than a result
 PROGRAMS = ("humaneval", "mbpp")
 
 
@@ -53,7 +54,15 @@ def grader(row: PromptRow) -> Callable[[str], bool]:
 
 
 def grade(requests: pd.DataFrame, rows: dict[str, PromptRow], decode: Callable[[list[int]], str]) -> pd.Series:
-    """Return whether each request's answer is right; an answer that several methods gave is graded once."""
+    """Return whether each request's answer is right; an answer that several methods gave is graded once.
+
+    Raises ValueError for a request whose prompt the set does not hold.
+    """
+    strange = sorted(set(requests["id"]) - set(rows))
+    if strange:
+        raise ValueError(
+            f"prompts: {strange[0]!r} and {len(strange) - 1} more are not in the set; give the data that was decoded"
+        )
 
     @functools.cache
     def is_right(prompt: str, tokens: tuple[int, ...]) -> bool:
@@ -79,6 +88,9 @@ def accuracy(requests: pd.DataFrame) -> pd.DataFrame:
             estimate = metrics.estimate([one.loc[shared], base.loc[shared]], lambda a, b: a - b)
             row |= _fields("over_ar", estimate)
             row["flag"] = "differs from ar" if estimate.low > 0 or estimate.high < 0 else ""
+        if row["right"] in (0, 1) and row["right_n"] > FEW:
+            doubt = f"{'all' if row['right'] else 'none'} of {row['right_n']} right: doubt the grader or the prompts"
+            row["flag"] = "; ".join(filter(None, [row.get("flag"), doubt]))
         found.append(row)
     return pd.DataFrame(found)
 
@@ -109,6 +121,8 @@ def run(options: argparse.Namespace) -> pd.DataFrame:
     )
     tokenizer, pins = load_tokenizer(options.tokenizer or Path(config["weights"]) / "target"), load_pins(PINS_FILE)
     requests = records.requests[records.requests["dataset"].isin(sets)].copy()
+    if requests.empty:
+        raise ValueError(f"no cell of {', '.join(sets)} is finished; run snakemake first")
     source = "local" if options.data else "hub"
     rows = {}
     for name in sets:
@@ -130,7 +144,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         table = run(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"grade_cells: {error}", file=sys.stderr)
         return 2
     print(json.dumps({"rows": len(table), "answers": int(table["right_n"].sum()), "out": str(options.out)}))
