@@ -144,7 +144,10 @@ def test_an_empty_path_keeps_the_state_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    "path", [[[0, 7]], [[-2, 0]], [[0, -1, 3]], [[-1, 0]], [[0, 2, 1]], [[0, 0]], [0, 1], [[]]], ids=str
+    "path",
+    [[[0, 7]], [[-2, 0]], [[0, -1, 3]], [[-1, 0]], [[0, 2, 1]], [[0, 0]], [0, 1], [[]]]
+    + [[[0], [0]], [[0.0, 1.0]], [[False, True]]],
+    ids=str,
 )
 def test_commit_refuses_a_path_outside_the_tree(path):
     parents = random_parents(7, 1)
@@ -152,6 +155,20 @@ def test_commit_refuses_a_path_outside_the_tree(path):
     _, u, path_log_decay = ops.tree_verify(*inputs, backend="solve")
     with pytest.raises(ValueError, match="path: .*nodes 0 to 6"):
         ops.commit(inputs[-1], inputs[1], u, path_log_decay, torch.tensor(path))
+
+
+def test_commit_refuses_rows_that_are_not_of_one_verify_and_a_low_precision_state():
+    """vllm#50021: one path for two requests moved both states, each by the other's writes."""
+    q, k, v, log_decay, beta, parents, state = gdn_inputs(random_parents(7, 1, requests=2))
+    _, u, total = ops.tree_verify(q, k, v, log_decay, beta, parents, state, backend="solve")
+    path = torch.tensor([[0, 1], [0, -1]])
+    with pytest.raises(ValueError, match=r"path: \[\[0, 1\]\] is not allowed .*2 requests"):
+        ops.commit(state, k, u, total, path[:1])
+    for rows in ((state, k, u[:, :3], total), (state, k, u, total[:1]), (state[:1], k, u, total)):
+        with pytest.raises(ValueError, match="state, k, u, path_log_decay: shapes .* disagree"):
+            ops.commit(*rows, path)
+    with pytest.raises(ValueError, match="float32 or float64, not torch.bfloat16"):
+        ops.commit(state.bfloat16(), k, u, total, path)
 
 
 def test_a_small_tree_after_a_large_one_reads_nothing_stale():

@@ -56,7 +56,8 @@ class TargetCache:
         Raises ValueError before anything is written when a node is outside the verified tree or the cache is full.
         """
         first = scratch[0]
-        ops.check_path(path, first.keys.shape[2] if isinstance(first, AttentionRows) else first.inputs.shape[1])
+        nodes = first.keys.shape[2] if isinstance(first, AttentionRows) else first.inputs.shape[1]
+        ops.check_path(path, nodes, len(self.lengths))
         counts = (path >= 0).sum(1)
         if self.max_tokens is not None and int((self.lengths + counts).max()) > self.max_tokens:
             raise ValueError(

@@ -78,7 +78,7 @@ def deferred_verify(
 
     Raises ValueError for a path that is none of its tree and for a backend without this form.
     """
-    ops.check_path(pending.path, pending.k.shape[1])
+    ops.check_path(pending.path, pending.k.shape[1], len(pending.k))
     if pending.path.shape[1] > MAX_PENDING:
         raise ValueError(
             f"path: {pending.path.shape[1]} nodes are not allowed (allowed: 1 to {MAX_PENDING}); lower the depth, or "

@@ -85,23 +85,29 @@ def commit(
     """Return the state after each request's path [R, HV, K, V]; the given state is not written.
 
     S_n = exp(G_n) S_0 + sum over j on the path of exp(G_n - G_j) k_j u_j^T. Raises ValueError for nodes outside the
-    tree.
+    tree, another count of requests, and a state in low precision.
     """
-    check_path(path, k.shape[1])
+    resolve_backend("solve", state.device, state.dtype)
+    expected = (*k.shape[:2], state.shape[1])
+    if u.shape[:3] != expected or path_log_decay.shape != expected or len(state) != len(k):
+        shapes = [tuple(x.shape) for x in (state, k, u, path_log_decay)]
+        raise ValueError(f"state, k, u, path_log_decay: shapes {shapes} disagree; pass those of one tree_verify")
+    check_path(path, k.shape[1], len(k))
     return solve.commit(state, k, u, path_log_decay, path)
 
 
-def check_path(path: Tensor, nodes: int) -> None:
-    """Raise ValueError unless `path` [R, P] holds ascending node indices below `nodes`, then -1 as padding."""
-    is_path = path.dim() == 2 and path.numel() > 0
+def check_path(path: Tensor, nodes: int, requests: int) -> None:
+    """Raise ValueError unless `path` [R, P] holds `requests` rows of ascending nodes below `nodes`, then -1."""
+    is_path = path.dim() == 2 and path.numel() > 0 and len(path) == requests
+    is_path = is_path and not path.is_floating_point() and path.dtype != torch.bool
     if is_path:
         climbs = (path[:, 1:] >= 0) & (path[:, 1:] <= path[:, :-1])
         gap = (path[:, :-1] < 0) & (path[:, 1:] >= 0)
         is_path = int(path.min()) >= -1 and int(path.max()) < nodes and not bool((climbs | gap).any())
     if not is_path:
         raise ValueError(
-            f"path: {path.tolist()} is not allowed (allowed: [requests, length], ascending nodes 0 to {nodes - 1}, "
-            "then -1 as padding); pass the path of the tree that was verified"
+            f"path: {path.tolist()} is not allowed (allowed: [{requests} requests, length] of integers, ascending "
+            f"nodes 0 to {nodes - 1}, then -1 as padding); pass the path of the tree that was verified"
         )
 
 
