@@ -23,7 +23,9 @@ def make_loop(cell: dict, models: Models, config: DecodeConfig, where: torch.dev
     proposer, clock = resolve(config.method)(config, models), Clock(cell["clock"], where)
 
     def run(prompts: list[Prompt], *, max_new_tokens: int | None = None, **watchers) -> None:
-        settings = config if max_new_tokens is None else dataclasses.replace(config, max_new_tokens=max_new_tokens)
+        # shortens only: a prompt may leave no more room than the cap's
+        cap = config.max_new_tokens if max_new_tokens is None else min(max_new_tokens, config.max_new_tokens)
+        settings = dataclasses.replace(config, max_new_tokens=cap)
         decode(prompts, models, settings, proposer=proposer, clock=clock, **watchers)
 
     return run

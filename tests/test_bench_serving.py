@@ -8,6 +8,7 @@ import pytest
 from served import fake_python, fault
 from workflow_runs import ROOT
 
+from baselines.serving.reply import Reply
 from baselines.sglang.flags import VERSION
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
@@ -124,3 +125,15 @@ def test_an_earlier_servers_states_are_not_this_ones(bench, monkeypatch, tmp_pat
     log.write_text("Mamba Cache is allocated. intermediate_ssm_state_cache size: 18.28GB\n")
     result, record = bench("--arms", "tfm", "--repeats", "1")
     assert not result["failed"] and record["arms"]["tfm"]["state_gib"] == {}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"), [([(1.0, 9)], "in one chunk"), ([(1.0, 1), (2.0, 9)], "counts None steps")]
+)
+def test_a_reply_that_shows_no_steps_gives_no_time_of_one(chunks, words):
+    """One chunk has no time between its ends: 0 ms a step."""
+    import bench_serving
+
+    reply = Reply(sent=0.0, chunks=chunks, verify_steps=2 if len(chunks) == 1 else None)
+    with pytest.raises(ValueError, match=words):
+        bench_serving._timed(reply, is_ar=False)

@@ -2,14 +2,19 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+import engine_models
 import pyarrow.parquet as pq
 import pytest
+import torch
 from workflow_runs import NANO, ROOT
 
 from baselines import suite
 from baselines.engine_names import source_of
+from baselines.engines import make_loop
+from tfm.config import DecodeConfig
+from tfm.decode import Prompt
 from tfm.prompts import PreparedPrompt
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
@@ -46,6 +51,18 @@ def test_both_engines_write_the_same_records(method, tmp_path):
     for one, other in zip(tables["torch"]["steps"], tables["torch-static"]["steps"], strict=True):
         assert one.pop("expected_accepted") == pytest.approx(other.pop("expected_accepted"), abs=1e-4, nan_ok=True)
         assert one == other
+
+
+@pytest.mark.parametrize("engine", ["torch", "torch-static"])
+def test_the_warm_up_of_a_cell_is_no_longer_than_its_answers(engine):
+    """Eight tokens where a prompt fills the context up to a cap of three failed a timed cell (llama.cpp#26894)."""
+    models, done = engine_models.random_family(), []
+    models.target.config = replace(models.target.config, max_position_embeddings=20)
+    cell = {"engine": engine, "forms": "torch", "clock": "wall"}
+    models = replace(models, drafter=None, weaver=None)
+    run = make_loop(cell, models, DecodeConfig("ar", max_new_tokens=3), torch.device("cpu"), longest=17)
+    run([Prompt("warm-up", 0, [7] * 17)], max_new_tokens=8, on_finish=done.append)
+    assert len(done[0].output_tokens) == 3
 
 
 def test_an_engine_has_a_digest_of_its_own():

@@ -313,3 +313,9 @@ def test_a_multimodal_config_gives_its_text_config():
     assert config.tie_word_embeddings  # the outer entry decides, as in transformers
     assert config.layer_types.count("full_attention") == 2
     assert config.layer_types[3] == "full_attention"
+
+
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_a_tap_behind_the_layers_is_refused_when_the_target_is_made(layer):
+    with pytest.raises(ValueError, match=f"tap_layers: {layer} is not allowed .allowed: 0 to 2, .*take the drafter"):
+        toy_target(torch.float32, taps=(0, layer))

@@ -71,6 +71,13 @@ def test_malformed_parents_are_refused_by_node(parents, message):
         DraftTree.build(torch.arange(len(parents))[None], torch.tensor([parents], dtype=torch.int64))
 
 
+@pytest.mark.parametrize("key", ["tokens", "parents", "num_nodes"])
+def test_numbers_that_are_no_integers_are_refused_by_name(key):
+    given = {"tokens": torch.tensor([[5, 6]]), "parents": torch.tensor([[-1, 0]]), "num_nodes": torch.tensor([2])}
+    with pytest.raises(ValueError, match=f"{key}: torch.float32"):
+        DraftTree.build(**given | {key: given[key].float()})
+
+
 def test_padding_must_carry_no_parent():
     validate_parents(torch.tensor([[-1, 0, -1]]), torch.tensor([2]))
     with pytest.raises(ValueError, match="request 0: padding past node 1 must carry parent -1"):

@@ -228,7 +228,12 @@ class Target(nn.Module):
 
     def __init__(self, config: TargetConfig, tap_layers: tuple[int, ...] = ()):
         super().__init__()
-        self.config, self.tap_layers = config, tuple(tap_layers)
+        self.config, self.tap_layers, count = config, tuple(tap_layers), len(config.layer_types)
+        if wrong := [layer for layer in self.tap_layers if not 0 <= layer < count]:
+            allowed = f"0 to {count - 1}, the target's layers" if count else "none: the target has no layers"
+            raise ValueError(
+                f"tap_layers: {wrong[0]} is not allowed (allowed: {allowed}); take the drafter of this target"
+            )
         self.has_gdn = GDN in config.layer_types
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types)

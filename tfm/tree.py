@@ -17,9 +17,10 @@ def validate_parents(parents: Tensor, num_nodes: Tensor | None = None) -> None:
     if parents.dim() != 2 or parents.is_floating_point():
         raise ValueError(f"parents: {parents.dtype} of shape {tuple(parents.shape)}, expected int64 [requests, nodes]")
     requests, width = parents.shape
-    if num_nodes is not None and num_nodes.shape != (requests,):
+    if num_nodes is not None and (num_nodes.shape != (requests,) or num_nodes.is_floating_point()):
         raise ValueError(
-            f"num_nodes: shape {tuple(num_nodes.shape)}, expected one count for each of {requests} requests"
+            f"num_nodes: {num_nodes.dtype} of shape {tuple(num_nodes.shape)}, expected one whole count for each of "
+            f"{requests} requests"
         )
     counts = [width] * requests if num_nodes is None else num_nodes.tolist()
     for request, (row, count) in enumerate(zip(parents.tolist(), counts, strict=True)):
@@ -109,6 +110,8 @@ class DraftTree:
 
     def validate(self) -> None:
         """Raise ValueError when an invariant of the class does not hold. Not called inside a timed step."""
+        if self.tokens.is_floating_point():
+            raise ValueError(f"tokens: {self.tokens.dtype} is not allowed (allowed: int64 ids); convert them")
         validate_parents(self.parents, self.num_nodes)
         if bool((self.tokens < 0).any()):
             raise ValueError(f"tokens: {int(self.tokens.min())} is not allowed (allowed: ids >= 0; 0 for padding)")

@@ -194,8 +194,8 @@ def _body(prompt: Prompt, config: DecodeConfig) -> dict:
         "ignore_eos": False,
         "detokenize": False,
         "return_token_ids": True,
-        # the request's own generator: seed of the cell, apart for every prompt
-        "seed": config.seed + 1_000_003 * prompt.index,
+        # the request's own generator: seed of the cell, apart for every prompt, within the 63 bits of torch's seeds
+        "seed": (config.seed + 1_000_003 * prompt.index) % 2**63,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -162,6 +162,8 @@ def _timed(reply, *, is_ar: bool) -> dict:
     steps = tail - head if is_ar else reply.verify_steps
     if not steps:
         raise ValueError(f"a reply of {tail} tokens counts {steps} steps; without spec_verify_ct no step can be timed")
+    if len(reply.chunks) < 2:
+        raise ValueError(f"a reply of {tail} tokens came in one chunk, whose steps took no time that the stream shows")
     row = {"new_tokens": tail, "steps": steps, "prefill_ms": 1e3 * (first - reply.sent)}
     row |= {"histogram": reply.histogram, "decode_ms": 1e3 * (last - first)}
     return row | {"step_ms": 1e3 * (last - first) / steps}
