@@ -75,8 +75,8 @@ def test_ar_has_tau_one_by_definition():
 
 @pytest.mark.parametrize("method", ["ar", "tfm"])
 def test_a_request_without_a_step_has_no_tau(method):
-    table, _ = arm([request("a", [])], method=method)
-    for name in ("tau", "tau_exact", "accepted", "tau_pooled"):
+    table, _ = arm([request("a", [], us=3.0, prefill=1e5)], method=method)
+    for name in ("tau", "tau_exact", "accepted", "tau_pooled", "decode_tok_s"):
         estimate = metrics.mean(table, name)
         assert math.isnan(estimate.value) and estimate.n == 0, name
 

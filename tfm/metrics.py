@@ -36,7 +36,7 @@ def per_request(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Return `requests` with tau, tau_exact, accepted, accepted_untrimmed and expected_accepted of each.
 
     tau is the authors': new tokens / steps, and 1 for ar, whose every token is a pass; tau_exact leaves out the token
-    sampled at prefill, which is no step's. A request without a step has none of them.
+    sampled at prefill, which is no step's. A request without a step has none of them, and no speed of decoding.
     """
     means = steps.groupby(["cell", "request"])[["accepted", "accepted_untrimmed", "expected_accepted"]].mean()
     table = requests.merge(means, left_on=["cell", "request"], right_index=True, how="left")
@@ -46,7 +46,7 @@ def per_request(requests: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     table["tau_exact"] = (table["new_tokens"] - 1) / count
     table["excess"] = (table["accepted_untrimmed"] - table["expected_accepted"]) * count
     table["seconds"] = table["wall_us"] / 1e6
-    table["decode_seconds"] = table["decode_us"] / 1e6
+    table["decode_seconds"] = (table["decode_us"] / 1e6).where(table["steps"] > 0)
     table["decoded_tokens"] = table["new_tokens"] - 1
     return table
 
