@@ -304,6 +304,25 @@ def test_an_empty_prompt_is_refused_by_name():
         run(toy_target(torch.float32), [Prompt("empty", 0, [])], RootOnly())
 
 
+@pytest.mark.parametrize("index", [-1, 2**31, None, 0.0])
+def test_an_index_that_no_record_holds_is_refused_before_a_step(index):
+    with pytest.raises(ValueError, match=f"prompt far: index {index} is not allowed .allowed: 0 to 2"):
+        run(toy_target(torch.float32), [Prompt("far", index, [3])], RootOnly())
+
+
+def test_a_tree_of_another_root_is_refused_and_not_decoded():
+    """hipfire#483: what follows another token than the last one is text of another prompt."""
+
+    class Other:
+        def propose(self, context, clock):
+            return DraftTree.root_only((context.roots + 1) % CONFIG.vocab_size)
+
+    with pytest.raises(
+        ValueError, match=r"tree: root \d+ is not allowed .allowed: \d+, the last token; prompt p1, step 0"
+    ):
+        run(toy_target(torch.float32), [PROMPTS[1]], Other())
+
+
 def test_a_request_that_ends_at_prefill_has_no_step():
     target = toy_target(torch.float32)
     trace = run(target, [PROMPTS[0]], RootOnly(), max_new_tokens=1)[0]

@@ -142,6 +142,9 @@ def test_seeds_and_temperature_decide_the_output_and_the_batch_does_not():
         ([3] * 65, {"max_new_tokens": 1}, r"prompt far: 65 tokens \+ 1 new ones"),
         ([3], {"eos_tokens": (4, 128)}, r"eos_tokens: 128 is not allowed \(allowed: 0 to 127\)"),
         ([3], {"eos_tokens": (-1,)}, "eos_tokens: -1 is not allowed"),
+        ([3, 1.5], {}, r"prompt far: token 1.5 is not allowed \(allowed: 0 to 127\)"),
+        ([True], {}, "prompt far: token True is not allowed"),
+        ("a word", {}, "prompt far: token 'a' is not allowed"),
     ],
 )
 def test_what_the_targets_positions_or_ids_do_not_hold_is_refused(engine, tokens, settings, message):

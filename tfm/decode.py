@@ -168,8 +168,14 @@ def check_prompt(prompt: Prompt, config: DecodeConfig, target: TargetConfig) -> 
     if not prompt.tokens:
         raise ValueError(f"prompt {prompt.id}: [] is not allowed (allowed: one token or more); skip empty prompts")
     for name, tokens in ((f"prompt {prompt.id}: token", prompt.tokens), ("eos_tokens:", config.eos_tokens)):
-        for token in (token for token in tokens if not 0 <= token < target.vocab_size):
-            raise ValueError(f"{name} {token} is not allowed (allowed: 0 to {target.vocab_size - 1}); check tokenizer")
+        for token in (token for token in tokens if type(token) is not int or not 0 <= token < target.vocab_size):
+            raise ValueError(
+                f"{name} {token!r} is not allowed (allowed: 0 to {target.vocab_size - 1}); check tokenizer"
+            )
+    if type(prompt.index) is not int or not 0 <= prompt.index < 2**31:
+        raise ValueError(
+            f"prompt {prompt.id}: index {prompt.index!r} is not allowed (allowed: 0 to 2**31 - 1); count rows"
+        )
     if len(prompt.tokens) + config.max_new_tokens > target.max_position_embeddings:
         raise ValueError(
             f"prompt {prompt.id}: {len(prompt.tokens)} tokens + {config.max_new_tokens} new ones are not allowed "
@@ -351,6 +357,12 @@ class _Batch:
             self._refuse_broken(output.logits, result.path, followers)
         for row, request in enumerate(self.requests):
             if request.finish_reason is None:
+                if host_tree.tokens[row][0] != request.output[-1]:
+                    where = f"prompt {request.prompt.id}, step {len(request.steps)}"
+                    raise ValueError(
+                        f"tree: root {host_tree.tokens[row][0]} is not allowed (allowed: {request.output[-1]}, the "
+                        f"last token; {where}); a proposer starts its tree at context.roots"
+                    )
                 request.refuse_broken_drafts(host_tree, row, has_drafted=context.has_drafted)
                 request.record(host_tree, row, host, self.traced)
         with clock.stage("commit"):
