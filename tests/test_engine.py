@@ -9,7 +9,9 @@ from engine_models import assert_same_records, make_engine, prompts_of, random_f
 from baselines.ddtree import build_best_first
 from baselines.loading import load_models
 from baselines.static_ddtree import build_by_levels, rank_pairs
+from tfm.builder import count_expansions
 from tfm.config import DecodeConfig
+from tfm.engine.builder import PlannedTfmProposer
 from tfm.engine.candidates import chunk_of, marginals_from_logits
 from tfm.engine.graphs import GraphClock
 from tfm.marginals import Marginals
@@ -97,6 +99,11 @@ def test_a_tree_proposed_ahead_of_the_end_stays_inside_the_memory(nano):
         step.target.length.fill_(step.capacity - 2 + step.path_rows)
         step.drafter.pending_count.fill_(step.path_rows)
         step.propose()
+
+
+def test_the_planned_expansions_count_no_more_children_than_candidates():
+    config = settings_of("tfm", budget=24, width=6, children=8, candidates=2)
+    assert PlannedTfmProposer(config, None).expansions == count_expansions(24, 6, 2) > count_expansions(24, 6, 8)
 
 
 def test_a_prompt_that_outgrows_the_memory_is_refused(nano):

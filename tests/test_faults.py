@@ -244,6 +244,18 @@ def test_a_lock_that_another_user_made_can_be_held(tmp_path):
         raise BlockingIOError("not ours")  # what is raised inside passes through
 
 
+def test_a_lock_can_be_opened_by_other_users_whatever_the_umask_of_its_maker(tmp_path):
+    from tfm.device import lock_first_free
+
+    before = os.umask(0o077)
+    try:
+        with lock_first_free([tmp_path / "card.lock"]):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "card.lock").stat().st_mode & 0o777 == 0o644
+
+
 # failing cells and full disks
 
 

@@ -193,6 +193,21 @@ def test_a_broken_row_inside_an_accepted_path_is_refused_like_one_at_its_end(mon
         run(target, [prompt], Scripted(lambda step: [0]), temperature=0.0)
 
 
+def test_a_broken_row_off_the_path_is_refused_where_the_bound_reads_it(monkeypatch):
+    """Nothing is chosen by it, but the bound would be NaN and stand in the records as one that does not exist."""
+    target, prompt = toy_target(torch.float32), PROMPTS[1]
+    right, whole = run(target, [prompt], RootOnly(), temperature=1.0)[0].output_tokens[1], target.verify
+
+    def broken_at_the_first_draft(*arguments, **named):
+        output = whole(*arguments, **named)
+        output.logits[:, 1] = float("nan")
+        return output
+
+    monkeypatch.setattr(target, "verify", broken_at_the_first_draft)
+    with pytest.raises(ValueError, match="logits: NaN at a drafted node .prompt p1, step 0."):
+        run(target, [prompt], Scripted(lambda step: [right + 1, 7]), temperature=1.0)
+
+
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "tfm", "dartree", "heap"])
 def test_a_drafter_that_gives_no_numbers_fails_the_request_by_name(method):
     """A builder that drops them drafts nothing, which would stand in the tables as a method that gains nothing."""

@@ -143,6 +143,11 @@ class TableScorer:
         return rows
 
 
+def test_candidates_of_another_type_than_float32_are_no_answer():
+    with pytest.raises(AssertionError, match="top_tokens: torch.float64"):
+        top_tokens(torch.zeros(1, 4, dtype=torch.float64), 2)
+
+
 def grow_by_hand(law, candidates, *, budget, width, children, depth):
     """The paper's construction (its Appendix A) of one tree: (path, local log-prob) by slot, and the expansions."""
     slots, frontier, expansions = [((), 0.0)], [], 0  # frontier: [score, path, local] or None once taken

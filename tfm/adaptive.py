@@ -7,6 +7,7 @@ So it depends on emitted tokens and on drafts alone, and every lossless rule sta
 """
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def expected_gains(parents: list[int], log_probs: list[float], count: int, budge
     paths, total, sums = [0.0], 0.0, [0.0]
     for node in range(1, count):
         paths.append(paths[parents[node]] + log_probs[node])
-        total += 2.718281828459045 ** paths[node]
+        total += math.e ** paths[node]
         sums.append(total)
     return [sums[min(budget, count - 1)] for budget in budgets if budget < len(parents)]
 

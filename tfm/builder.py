@@ -131,14 +131,18 @@ class Growth:
         self._offsets = torch.arange(width, device=roots.device)
 
     def run(self) -> DraftTree:
-        zero = torch.zeros_like(self._roots)[:, None]
-        batch = (zero, zero, self._roots[:, None], zero, zero.float())
+        batch = self._first_batch()
         planned = count_expansions(self._budget, self._width, self._children)
         # one device-to-host copy a tree, once the planned batches are written
-        while self.expansions < planned or not self._is_done():
+        while self.expansions < planned or not bool(self._is_done().all()):
             self._expand(*batch)
             batch = self._take()
         return self._tree()
+
+    def _first_batch(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        # the root alone, as `_take` returns nodes
+        zero = torch.zeros_like(self._roots)[:, None]
+        return zero, zero, self._roots[:, None], zero, zero.float()
 
     def _expand(self, slots: Tensor, parents: Tensor, tokens: Tensor, depths: Tensor, scores: Tensor) -> None:
         """Push the best C children of the nodes [R, W]; nodes at the depth limit get none."""
@@ -188,10 +192,11 @@ class Growth:
     def _tokens_of(self, entries: Tensor) -> Tensor:
         return self._candidates.gather(1, self._picks.flatten(1).gather(1, entries))
 
-    def _is_done(self) -> bool:
+    def _is_done(self) -> Tensor:
+        # [R] bool: the tree is full, or its frontier is empty
         is_full = self._counts == self._bin
         is_dry = (self._scores[:, : self._bin] == -torch.inf).flatten(1).all(1)
-        return bool((is_full | is_dry).all())
+        return is_full | is_dry
 
     def _tree(self) -> DraftTree:
         entries = self._entry[:, : self._bin]

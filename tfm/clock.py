@@ -14,8 +14,9 @@ _NOTHING = nullcontext()
 class Clock:
     """Times requests ("wall") and also stages inside a step ("stages"); "off" times nothing.
 
-    On CUDA a stage is the span between two events, read after the step's device-to-host copy, so timing adds no
-    synchronisation. A substage counts towards the stage it runs in as well.
+    On CUDA a stage is the span between two events, read once the step has ended: nothing waits inside a step. With
+    "stages" a step begins and ends with a synchronisation, so walls come from "wall". A substage counts towards the
+    stage it runs in as well.
     """
 
     def __init__(self, mode: str = "off", device: torch.device | str = "cpu"):

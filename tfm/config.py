@@ -57,6 +57,11 @@ class DecodeConfig:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def lacks_bound(self) -> bool:
+        """Whether expected_accepted bounds nothing: drawn siblings keep the law on average over trees only."""
+        return self.siblings == "sampled" and self.rule == "traversal" and not self.is_greedy
+
     def check(self, draft_rows: int | None = None) -> "DecodeConfig":
         """Return self, or raise ValueError naming key, value, allowed values and remedy.
 

@@ -206,7 +206,10 @@ class _Request:
         return len(tokens)
 
     def _completes_stop(self) -> bool:
-        return bool(self.config.stop) and any(word in self.detokenise(self.output) for word in self.config.stop)
+        if not self.config.stop:
+            return False
+        text = self.detokenise(self.output)
+        return any(word in text for word in self.config.stop)
 
     def refuse_broken(self, logits: list[float]) -> None:
         """Raise ValueError unless the logits of the tokens that the target chose are finite."""
@@ -225,11 +228,17 @@ class _Request:
             raise ValueError(f"drafts: {what} ({where}); the drafter's or the head's weights are broken, check them")
 
     def record(self, tree: "_HostTree", row: int, result: "_HostResult", traced: bool) -> None:
-        """Emit what a step accepted and append its trace, still without times."""
+        """Emit what a step accepted and append its trace, still without times.
+
+        Raises ValueError for a bound of NaN where the rule has one: a row of the tree has no law, on the path or off.
+        """
         accepted, path = result.accepted[row], result.path[row][: result.accepted[row] + 1]
         context = len(self.prompt.tokens) + len(self.output)
         kept = self.emit([tree.tokens[row][node] for node in path[1:]] + [result.bonus[row]])
         nodes, expected = tree.num_nodes[row], result.expected_accepted[row]
+        if math.isnan(expected) and not self.config.lacks_bound:
+            where = f"prompt {self.prompt.id}, step {len(self.steps)}"
+            raise ValueError(f"logits: NaN at a drafted node ({where}); the target's weights or dtype are broken")
         step = StepTrace(
             step=len(self.steps),
             context=context,
@@ -336,7 +345,6 @@ class _Batch:
 
     def _step(self, context: Context, proposer: Proposer, on_step) -> None:
         clock, config = self.clock, self.config
-        running = [request for request in self.requests if request.finish_reason is None]
         clock.start_step()
         tree = proposer.propose(context, clock)
         with clock.stage("verify"):
@@ -372,7 +380,7 @@ class _Batch:
         context.advance(output, committed)
         stage_us = clock.end_step()
         if len(self.requests) == 1:
-            running[0].steps[-1].stage_us = stage_us
+            self.requests[0].steps[-1].stage_us = stage_us
         if on_step is not None:
             on_step(Step(tree, output.logits, result, [request.output for request in self.requests]))
 

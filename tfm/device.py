@@ -131,4 +131,7 @@ def _open_shared(path: Path) -> int:
     # for reading: another user's file in a sticky folder can be neither written nor opened with O_CREAT
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, os.O_RDONLY)
-    return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    if os.fstat(descriptor).st_uid == os.getuid():
+        os.fchmod(descriptor, 0o644)  # whatever the umask is, or other users could not open it
+    return descriptor

@@ -190,9 +190,6 @@ def _plant(wide: Tensor, weight: Tensor, rows: Axis, columns: Axis | None = None
         wide.index_copy_(1, columns.places.to(wide.device), block.to(wide.dtype))
 
 
-# --- axes
-
-
 def _leading(source: int, wide: int) -> Axis:
     places = torch.arange(source)
     return Axis(wide, places, places)

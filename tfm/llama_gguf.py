@@ -166,7 +166,7 @@ def build_tokenizer(tokens: list[str], types: list[int], merges: list[str]) -> t
 
 
 def write_target(path: Path, directory: Path, *, sha256: str | None = GGUF_SHA256) -> dict:
-    """Write the target folder of a GGUF file and return its facts; a folder that is whole already is kept.
+    """Write the target folder of a GGUF file, over an older one too, and return its facts.
 
     Equal files give equal bytes, so that the folder's digest is the same wherever it was made.
     """

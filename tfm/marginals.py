@@ -31,6 +31,7 @@ def top_tokens(scores: Tensor, count: int) -> Tensor:
     Equal scores come in the order of their ids, also at the cut, which torch.topk does not promise: the selection runs
     on integers that hold the score's order above and the id below.
     """
+    assert scores.dtype == torch.float32, f"top_tokens: {scores.dtype}, and the order is read from float32 bits"
     if count == 1:
         return scores.max(-1, keepdim=True).indices
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0

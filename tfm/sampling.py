@@ -31,7 +31,7 @@ def next_tokens(
     """Draw one token a row [R, N] int64: argmax of logits / T + noise; greedy below 1e-5. Ties: the lowest id.
 
     Rows of one request at one position share their noise. `span` says that a request's positions lie in
-    [its least, its least + span); without it, long inputs cost one device-to-host copy to find out.
+    [its least, its least + span); without it, finding out costs one device-to-host copy.
     """
     if temperature < GREEDY_BELOW:
         return _argmax(logits)

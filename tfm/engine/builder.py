@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from tfm.adaptive import BudgetPolicy, Costs
@@ -20,14 +19,11 @@ class PlannedGrowth(Growth):
     unfinished: Tensor
 
     def run(self) -> DraftTree:
-        zero = torch.zeros_like(self._roots)[:, None]
-        batch = (zero, zero, self._roots[:, None], zero, zero.float())
+        batch = self._first_batch()
         for _ in range(count_expansions(self._budget, self._width, self._children)):
             self._expand(*batch)
             batch = self._take()
-        is_full = self._counts == self._bin
-        is_dry = (self._scores[:, : self._bin] == -torch.inf).flatten(1).all(1)
-        self.unfinished = ~(is_full | is_dry)
+        self.unfinished = ~self._is_done()
         return self._tree()
 
 
@@ -38,7 +34,8 @@ class StaticTfmProposer(TfmProposer):
 
     def __init__(self, config: DecodeConfig, scorer):
         super().__init__(config, scorer)
-        self.expansions = count_expansions(config.budget, self._width, config.children)
+        # as Growth: no node has more children than candidates
+        self.expansions = count_expansions(config.budget, self._width, min(config.children, config.candidates))
 
     def _grow(self, marginals: Marginals, context) -> DraftTree:
         raise NotImplementedError
