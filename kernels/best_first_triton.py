@@ -1,4 +1,4 @@
-"""DDTree's heap on the device: one warp pops the best prefix `budget` times.
+"""DDTree's heap on the device: one program pops the best prefix `budget` times, one warp up to 127 nodes.
 
 The frontier is a vector of budget + 1 entries: a popped entry's next sibling takes its place, its first child the next
 free one. The order is that of baselines/ddtree.py: float64 score, then ranks, which are packed into three words of five

@@ -21,6 +21,7 @@ from tfm.train.export import shipped_bytes
 from tfm.train.layout import Layout
 from tfm.train.loop import Deadline
 from tfm.train.losses import lk_loss, lk_of_rows, row_weights
+from tfm.train.rows import fill_buckets
 from tfm.train.sample import Samples
 
 RECIPE = Path(__file__).parents[1] / "workflows/config/train_dense.yaml"
@@ -179,8 +180,9 @@ def test_sources_that_are_left_out_give_no_prompt(family):
 
 def test_rows_hold_ids_beyond_16_bits_of_sign():
     rows = [(np.array([5, 49_151, 40_000], dtype=np.uint16), 1)]
-    bucket = dense_sample.fill(rows, (2, 4), "cpu")[1]
+    bucket = fill_buckets(rows, (2, 4), "cpu")[1]
     assert bucket.tokens.tolist() == [[5, 49_151, 40_000, 0]] and bucket.lengths.tolist() == [3]
+    assert fill_buckets([(np.array([5, 2**15 - 1], dtype=np.uint16), 1)], (2,), "cpu")[0].tokens.dtype == torch.int16
 
 
 def test_every_part_learns_and_ships_within_the_limit(trained):

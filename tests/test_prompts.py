@@ -102,6 +102,14 @@ def test_swapped_ids_are_told_apart_by_content_and_both_are_named(tmp_path):
         check_same_vocabulary("target", TOKENIZER, "drafter", other)
 
 
+def test_ids_that_only_the_other_vocabulary_has_are_named(tmp_path):
+    fields = json.loads(TOKENIZER.definition)
+    fields["added_tokens"].append({**fields["added_tokens"][0], "id": TOKENIZER.vocab_size, "content": "<|more|>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=rf"first at ids \[{TOKENIZER.vocab_size}\]"):
+        check_same_vocabulary("target", TOKENIZER, "drafter", load_tokenizer(tmp_path))
+
+
 def test_a_missing_or_broken_tokenizer_names_path_and_remedy(tmp_path):
     with pytest.raises(ValueError, match="does not exist; give the directory"):
         load_tokenizer(tmp_path)

@@ -11,6 +11,7 @@ share with its 95 % interval as one JSON object.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import sys
@@ -261,7 +262,9 @@ def main() -> None:
             f"target: {options.target} did not make {min(others)}; give the folder that its cell.json names"
         )
 
+    @functools.cache
     def prompts(target: str, name: str) -> dict[str, list[int]]:
+        # asked for once a step
         rows = read_prepared(options.suite / "prompts" / target / f"{name}.jsonl")
         return {row.id: row.tokens for row in rows}
 

@@ -1,11 +1,12 @@
 """Pins of the prompt sets (workflows/config/datasets.yaml): reading them, and filling hub revisions for `tfm pin`."""
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import yaml
+
+from tfm.manifest import write_atomic
 
 SOURCES = ("embedded", "local", "hub")
 
@@ -98,9 +99,7 @@ def pin(
     written = yaml.safe_load(text)
     wrong = [name for name, revision in revisions.items() if written["hub"][name]["revision"] != revision]
     assert not wrong, f"revisions of {wrong} did not reach the pins file"
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(path, text.encode())
     return revisions
 
 

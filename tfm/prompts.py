@@ -6,13 +6,13 @@ only, no system prompt, chat tags by hand. Protocol `dflash` adds the instructio
 
 import hashlib
 import json
-import os
 import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tfm.manifest import write_atomic
 from tfm.tokenizer import QWEN3, SMOLLM2, TextTokenizer, encode_prompt, prompt_text
 
 SUBSAMPLE_SEED = 20260617
@@ -255,8 +255,8 @@ def write_prepared(path: Path, manifest_path: Path, prompts: Sequence[PreparedPr
         "subset_sha256": _sha256(identity),
         "templates": {name: template_sha256(name) for name in sorted({prompt.template for prompt in prompts})},
     }
-    _write_atomically(path, text)
-    _write_atomically(manifest_path, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    _write(path, text)
+    _write(manifest_path, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     return manifest
 
 
@@ -340,9 +340,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomic(path, text.encode())

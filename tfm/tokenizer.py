@@ -159,7 +159,7 @@ def check_same_vocabulary(name: str, first: TextTokenizer, other_name: str, othe
         return
     sizes = f"{first.vocab_size} and {other.vocab_size} tokens"
     ours, theirs = (t._tokenizer.get_vocab(with_added_tokens=True) for t in (first, other))
-    differing = sorted(index for token, index in ours.items() if theirs.get(token) != index)
+    differing = sorted({index for _, index in ours.items() ^ theirs.items()})
     raise ValueError(
         f"tokenizer: {name!r} and {other_name!r} ({sizes}) differ, first at ids {differing[:10]}; "
         "target and drafter must share one vocabulary, use a matching pair"

@@ -17,7 +17,7 @@ from tfm.train.dense_settings import AnswerSettings, DenseSettings
 from tfm.train.generate import Plan, Prompt, answer_parts
 from tfm.train.layout import Layout
 from tfm.train.loop import Deadline
-from tfm.train.rows import Bucket, Rows, is_held_out
+from tfm.train.rows import Rows, fill_buckets, is_held_out
 from tfm.train.sample import Samples
 from tfm.train.sampler import Sampler
 from tfm.train.smollm import ChatTokenizer, load_gguf
@@ -125,18 +125,4 @@ def split(samples: Samples, plan: AnswerSettings, *, seed: int, device) -> tuple
     for tokens, start, held in samples.rows():
         if len(tokens) - start >= 2:
             sides[held].append((tokens, start))
-    return tuple(Rows(fill(rows, plan.buckets, device), seed) for rows in sides)
-
-
-def fill(rows: list[tuple[np.ndarray, int]], buckets: tuple[int, ...], device) -> list[Bucket]:
-    """Put (tokens, start) rows into the smallest bucket that holds them, as rows.fill_buckets with ids of any size."""
-    result = []
-    for low, length in zip((0, *buckets), buckets, strict=False):
-        members = [row for row in rows if low < len(row[0]) <= length]
-        padded = np.zeros((len(members), length), dtype=np.int32)
-        for line, (tokens, _) in zip(padded, members, strict=True):
-            line[: len(tokens)] = tokens
-        lengths = torch.tensor([len(tokens) for tokens, _ in members], dtype=torch.int64, device=device)
-        starts = torch.tensor([start for _, start in members], dtype=torch.int64, device=device)
-        result.append(Bucket(torch.from_numpy(padded).to(device), lengths, starts))
-    return result
+    return tuple(Rows(fill_buckets(rows, plan.buckets, device), seed) for rows in sides)

@@ -14,7 +14,7 @@ from tfm.train.text import TokenisedText
 
 @dataclass(frozen=True)
 class Bucket:
-    tokens: Tensor  # [rows, length] int16 (ids below 32768), zero padded
+    tokens: Tensor  # [rows, length] int16, or int32 where an id needs it, zero padded
     lengths: Tensor  # [rows] int64, real tokens
     starts: Tensor  # [rows] int64, first token of the answer (0 where that has no meaning)
     kept: dict[str, Tensor] = field(default_factory=dict)  # [rows, ...], what batches carry beside them
@@ -93,12 +93,14 @@ def split_text(text: TokenisedText, *, buckets: tuple[int, ...], held_out_every:
 
 def fill_buckets(rows: list[tuple[np.ndarray, int]], buckets: tuple[int, ...], device) -> list[Bucket]:
     """Put (tokens, start) rows into the smallest bucket that holds them, in order. Rows must fit the last one."""
+    largest = max((int(tokens.max()) for tokens, _ in rows if len(tokens)), default=0)
+    dtype = np.int16 if largest < 2**15 else np.int32
     placed: list[list[tuple[np.ndarray, int]]] = [[] for _ in buckets]
     for tokens, start in rows:
         placed[int(np.searchsorted(buckets, len(tokens)))].append((tokens, start))
     result = []
     for length, members in zip(buckets, placed, strict=True):
-        padded = np.zeros((len(members), length), dtype=np.int16)
+        padded = np.zeros((len(members), length), dtype=dtype)
         for row, (tokens, _) in zip(padded, members, strict=True):
             row[: len(tokens)] = tokens
         result.append(
