@@ -233,6 +233,11 @@ def test_the_workflow_serves_a_cell_once(place, tmp_path, tiny_weights, monkeypa
     steps = pq.read_table(folder / path / "dflash/t0/seed0/steps.parquet").to_pylist()
     assert steps and {step["nodes"] for step in steps} == {16}
     assert "Nothing to be done" in snakemake(folder, "-n", target, *arguments, config=config)
+    # where the server lives and how long it may take to start decides no record: cells are not run again for it
+    (folder / "python").symlink_to(place.python)
+    elsewhere = [word for word in config if not word.startswith("server_python=")]
+    elsewhere += [f"server_python={folder / 'python'}", "server_seconds=1200", "server_port=34567"]
+    assert "Nothing to be done" in snakemake(folder, "-n", target, *arguments, config=elsewhere)
 
 
 def write_smi(tmp_path, monkeypatch) -> None:

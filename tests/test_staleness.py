@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from workflow_runs import NANO, ROOT, SLICE, checkout, jobs, snakemake, write_tiny_family
+from workflow_runs import NANO, NO_SWEEPS, ROOT, SLICE, SMALL, checkout, jobs, snakemake, write_tiny_family
 
 from baselines import suite
 from tfm import manifest
@@ -37,6 +37,7 @@ def planned(folder: Path, changes: dict[str, tuple[str, str]]) -> dict[str, int]
 
 
 DECODE, TABLES = "workflows/scripts/decode_cell.py", "workflows/scripts/tables.py"
+EXPECTED = "workflows/config/expected.yaml"
 PREPARE, PINS = "workflows/scripts/prepare_prompts.py", "workflows/config/datasets.yaml"
 
 
@@ -69,6 +70,11 @@ MATH, CODE = (f"  sample-{name}:\n    rows: 16\n" for name in ("math", "code")) 
             {"make_tables": 1, "decode_cell": 0, "prepare_prompts": 0},
             id="table_library_and_pin_of_another_set",
         ),
+        pytest.param(
+            {EXPECTED: ("64: {recurrent: 195.0", "64: {recurrent: 195.1")},
+            {"make_tables": 1, "decode_cell": 0},
+            id="papers_kernel_times_in_the_kernel_table",
+        ),
     ],
 )
 def test_changed_code_makes_again_what_it_made(copy, changes, again):
@@ -76,6 +82,21 @@ def test_changed_code_makes_again_what_it_made(copy, changes, again):
     counts, cells = planned(copy, changes), json.loads((copy / "results/nano/plan.json").read_text())["cells"]
     expected = {name: len(cells) if count is ALL else count for name, count in again.items()}
     assert {name: counts.get(name, 0) for name in again} == expected
+
+
+@pytest.mark.slow
+def test_changed_code_of_the_static_engine_makes_its_cells_again(tmp_path, tiny_weights):
+    """Its cells were held against the digest of the reference loop, and stayed when tfm/engine changed."""
+    folder, target = checkout(tmp_path, tiny_weights), "results/nano/cells/torch-static/nano/sample-math/ar/t0/seed0"
+    config = [*SMALL, *NO_SWEEPS, "methods=ar", "engine=torch-static", "forms=torch", "requests=1", "audit=[]"]
+    snakemake(folder, f"{target}/cell.json", config=config)
+    for name, again in (("tfm/engine/loop.py", 1), ("tfm/engine/fast_builder.py", 0)):
+        path = folder / name
+        text = path.read_text()
+        path.write_text(f"{text}\nNEW = 1\n")
+        counts = jobs(snakemake(folder, "-n", f"{target}/cell.json", config=config))
+        path.write_text(text)
+        assert counts.get("decode_cell", 0) == again, name
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_published_records_rebuild_their_tables(finished, tmp_path):
     assert (folder / "results/rebuilt/nano/figures/tau.pdf").stat().st_size > 0
     table = out / "tables/audit.csv"
     table.write_text(table.read_text().replace("0.", "1.", 1))
-    text = snakemake(folder, "rebuild_published", "-R", "rebuild_published", config=SLICE, expect=1)
+    text = snakemake(folder, "rebuild_published", config=SLICE, expect=1)
     assert "results/published/nano/tables/audit.csv is not what its records give: line " in text
 
 

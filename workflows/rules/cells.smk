@@ -92,12 +92,8 @@ rule serve_cell:
     params:
         cell=cell_json,
         source=cell_source,
-        python=shlex.quote(config["server_python"]),
-        port=f"--server-port {config['server_port']}" if config["server_port"] else "",
-        seconds=config["server_seconds"],
     shell:
-        "python workflows/scripts/serve_cell.py --cell {params.cell:q} --prompts {input.prompts}"
-        " --server-python {params.python} {params.port} --server-seconds {params.seconds}"
+        "python workflows/scripts/serve_cell.py --cell {params.cell:q} --prompts {input.prompts} {SERVER}"
         " --out $(dirname {output.manifest}) --log {log} >> {log}"
 
 

@@ -96,18 +96,15 @@ def cell_json(wildcards):
 
 # the suite's engine where its cells are served, whose rule stands above decode_cell; else a pattern without a match
 SERVED = ENGINE if engine_names.is_served(config["engine"]) else "(?!)"
+# where a server lives decides no record: no parameter of the rule, so that another place runs no finished cell again
+SERVER = f"--server-python {shlex.quote(config['server_python'])} --server-seconds {config['server_seconds']}"
+SERVER += f" --server-port {config['server_port']}" if config["server_port"] else ""
 
 
 @functools.cache
-def served_digest(engine, method, gdn_backend):
-    return engine_names.source_of(
-        {"engine": engine, "decode": {"method": method, "gdn_backend": gdn_backend}}
-    )
-
-
-@functools.cache
-def digest_of(method, gdn_backend):
-    return source_digest(METHODS[method].factory, gdn_backend=gdn_backend)
+def digest_of(engine, forms, method, gdn_backend):
+    decode = {"method": method, "gdn_backend": gdn_backend}
+    return engine_names.source_of({"engine": engine, "forms": forms, "decode": decode})
 
 
 # of a script and all it imports, comments left out: a change of it redoes what the script made
@@ -118,9 +115,7 @@ def cell_source(wildcards):
     """Return the digests of the code that decides the cell's records: a change of it reruns the cells it made stale."""
     cell, decode = cell_of(wildcards), cell_of(wildcards)["decode"]
     code = decode["method"], decode["gdn_backend"]
-    served = engine_names.is_served(cell["engine"])
-    digest = served_digest(cell["engine"], *code) if served else digest_of(*code)
-    return f"{digest} {loader_digest()}"
+    return f"{digest_of(cell['engine'], cell.get('forms'), *code)} {loader_digest()}"
 
 
 def cell_threads(wildcards):
@@ -321,17 +316,17 @@ def bench_files():
 def cuda_code(wildcards):
     """Return the digest of all kernels that the bench times."""
     backends = ("fused_cuda", "fused_triton", "recurrent_triton")
-    return " ".join(digest_of("ar", backend) for backend in backends)
+    return " ".join(
+        source_digest(METHODS["ar"].factory, gdn_backend=name) for name in backends
+    )
 
 
 def published_files():
-    """Return the files that published tables and figures are made of."""
-    names = ("*.json.gz", "samples.json", "tables.json")
-    names += ("*.parquet", "*/*.parquet")
+    """Return the published records, and the tables that are compared with what the records give."""
     return sorted(
         str(path)
-        for name in names
-        for path in Path("results/published").glob(f"*/{name}")
+        for form in ("json", "json.gz", "parquet", "csv")
+        for path in Path("results/published").rglob(f"*.{form}")
     )
 
 
