@@ -1,5 +1,6 @@
 """A schedule in seconds: as many steps as fit, measured once, whatever calls they are spread over."""
 
+import pytest
 import torch
 
 from tfm.train import loop
@@ -8,6 +9,18 @@ from tfm.train.precision import Shadow
 from tfm.train.settings import Schedule
 
 CPU = torch.device("cpu")
+
+
+class AfterSteps:
+    """A Deadline that comes after so many steps."""
+
+    def __init__(self, steps: int):
+        self.left = steps
+
+    @property
+    def is_over(self) -> bool:
+        self.left -= 1
+        return self.left < 0
 
 
 def schedule(**changes) -> Schedule:
@@ -38,6 +51,23 @@ def test_as_many_steps_as_fit_by_the_pace_after_the_warm_up(monkeypatch):
 
 def test_without_seconds_the_steps_are_the_configs(monkeypatch):
     assert set(paced(Pace(schedule(), 77), [0.0], monkeypatch, each=9.0, until=300)) == {5000}
+
+
+def test_a_deadline_saves_no_weights_of_a_loss_that_is_no_number(tmp_path):
+    """Between two reports nobody looks at the loss; a checkpoint of NaN would end every later call."""
+    model = torch.nn.Linear(4, 4)
+    stage = Stage(
+        name="toy",
+        shadow=Shadow(model, "float32"),
+        schedule=schedule(),
+        digest_fields={},
+        batch=lambda step: {"x": torch.full((2, 4), float("nan") if step >= 3 else 1.0)},
+        loss=lambda batch: {"loss": model(batch["x"]).square().mean()},
+        validate=dict,
+    )
+    with pytest.raises(ValueError, match="toy: the loss is not a number at step 5"):
+        train(stage, tmp_path, deadline=AfterSteps(5))
+    assert not (tmp_path / "state.pt").exists()
 
 
 def test_a_run_goes_on_with_the_steps_that_were_fitted(tmp_path, monkeypatch):

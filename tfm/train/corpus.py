@@ -2,6 +2,7 @@
 
 import json
 
+from tfm.manifest import write_json
 from tfm.tokenizer import load_tokenizer
 from tfm.train.layout import Layout, stage_main
 from tfm.train.loop import Deadline
@@ -34,7 +35,8 @@ def run(settings: TrainSettings, layout: Layout, *, device: str, deadline: Deadl
         layout.corpus.parent.mkdir(parents=True, exist_ok=True)
         text.save(layout.corpus)
         manifest = training_manifest(layout.data) | {"tokens": int(len(text.tokens)), "conversations": len(text)}
-        layout.text_manifest.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        # last and whole: it says that the text beside it is
+        write_json(layout.text_manifest, manifest)
     peers.wait()
     manifest = json.loads(layout.text_manifest.read_text(encoding="utf-8"))
     return {"stage": "tokenizer", "done": True, **{key: manifest[key] for key in ("tokens", "conversations")}}

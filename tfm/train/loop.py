@@ -125,7 +125,7 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
     """Run `stage` until its last step or the deadline, from the checkpoint in `folder` if there is one.
 
     Returns {"stage", "step", "steps", "done", "seconds", and the last validation}. Raises ValueError when the
-    checkpoint was made with other settings.
+    checkpoint was made with other settings, and for a loss that is not a number, whose weights are not saved.
     """
     folder.mkdir(parents=True, exist_ok=True)
     peers = stage.peers
@@ -136,6 +136,7 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
     device = optimiser.parameters[0].device
     backward = Backward(stage, optimiser, graphs=schedule.graphs and device.type == "cuda" and peers.size == 1)
     curve, began, saved = Curve(folder / "curve.csv", step), time.monotonic() - spent, time.monotonic()
+    terms = None
     while step < schedule.steps and not _is_over(stage, step, deadline, device):
         optimiser.set_scale(schedule.scale(step))
         terms = backward(stage.batch(step))
@@ -156,6 +157,8 @@ def train(stage: Stage, folder: Path, *, deadline: Deadline) -> dict:
             if time.monotonic() - saved > SAVE_SECONDS:
                 _save(stage, optimiser, folder, step, time.monotonic() - began, last, pace.fitted)
                 saved = time.monotonic()
+    if terms is not None:
+        _floats(stage, step, terms)  # what a loss that is no number has made is not saved
     spent = time.monotonic() - began
     if peers.is_first:
         _save(stage, optimiser, folder, step, spent, last, pace.fitted)
