@@ -1,6 +1,7 @@
 """Tables and the inventory beside the paper, on records small enough to check by hand."""
 
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -284,3 +285,11 @@ def test_a_sweep_that_runs_everywhere_is_a_mean_over_sets_and_the_others_name_th
     row = found[(found["sweep"] == "budget") & (found["variant"] == "tfm-b64-w4")].iloc[0]
     arm = data.arm("tfm-b64-w4", setting=row["setting"], seed=0)
     assert arm["dataset"].nunique() == 8 and row["tau"] == metrics.mean(arm, "tau").value
+
+
+def test_a_ceiling_without_a_place_to_draft_at_says_so():
+    """Answers of one token have no anchor: all tables of such a suite failed on a NaN."""
+    anchors = pd.DataFrame(columns=["dataset", "id", "anchor", "position", "drafter", "accepted", "overlap", "reached"])
+    data = SimpleNamespace(probes={"ceiling": SimpleNamespace(frames={"anchors": anchors})}, config={})
+    for table in (probe_tables.ceiling, probe_tables.ceiling_claims):
+        assert table(data)["reason"].tolist() == ["no anchor: no answer of ar is long enough to draft at"]

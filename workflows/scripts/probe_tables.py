@@ -214,7 +214,8 @@ def notes(name: str, data) -> str:
 
 def _anchors(data) -> tuple[pd.DataFrame, str]:
     if "ceiling" in data.probes:
-        return data.probes["ceiling"].frames["anchors"], ""
+        found = data.probes["ceiling"].frames["anchors"]
+        return found, "" if len(found) else "no anchor: no answer of ar is long enough to draft at"
     return pd.DataFrame(), probes.why_not("ceiling", data.config) or "no ceiling records"
 
 
