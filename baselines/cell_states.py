@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baselines.engine_names import source_of
+from tfm.cell_shape import CELL, RECORD
+from tfm.json_shape import Each, problem_of
 from tfm.manifest import cell_digest, is_sealed, loader_digest, sha256_file
 from tfm.side_file import count_records
 
 STATES = ("done", "stale", "incomplete", "running", "failed", "damaged", "missing")
+FINISHED = {**RECORD, "cell": {**CELL, "weights_sha256": Each(str)}}  # what is read of a cell.json
 FAILED, STARTED = "the cell failed", " done before"  # what decode.log says
 
 
@@ -126,17 +129,16 @@ def read_manifest(folder: Path) -> dict:
     """Return a cell.json whose files are whole; raises ValueError that names the damage."""
     try:
         manifest = json.loads((folder / "cell.json").read_bytes())
-        files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
-        _ = manifest["cell"]["weights_sha256"], manifest["files"]["requests.parquet"]["rows"], manifest["cell_digest"]
-        _ = manifest["source_digest"], manifest["prompts_sha256"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError("cell.json is not whole") from error
+    if problem := problem_of(manifest, FINISHED):
+        raise ValueError(f"cell.json: {problem}")
     if not is_sealed(manifest):
         raise ValueError("cell.json was altered")
-    for name, digest in files.items():
+    for name in RECORD["files"]:
         if not (folder / name).is_file():
             raise ValueError(f"{name} is gone")
-        if sha256_file(folder / name) != digest:
+        if sha256_file(folder / name) != manifest["files"][name]["sha256"]:
             raise ValueError(f"{name} is not the file that cell.json names")
     return manifest
 

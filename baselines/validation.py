@@ -19,6 +19,8 @@ from tfm.config import DecodeConfig
 SCHEMA_FILE = WORKFLOWS / "schemas/config.schema.yaml"
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 RESERVED = ("published", "train", "rebuilt")  # folders of results/ that are no suite's
+# what `resolve` adds to a config and readers of a plan rely on; keys that are newer than a published plan are not here
+ADDED = ("title", "open", "timed", "data", "width", "depth", "dartree_width", "gdn_backend")
 # figure -> the table that it is drawn from
 FIGURE_TABLES = {
     "throughput": "per_set",
@@ -101,6 +103,16 @@ def _unknown_keys(config: dict, schema: dict) -> list[str]:
         for where, name in names
         if name not in known
     ]
+
+
+def problem_of_resolved(config: dict) -> str | None:
+    """Return the first thing in which the config of a plan is not one that `resolve` wrote; None for nothing.
+
+    What lies beside a config (weights, prompt sets, pins) is not looked at: a plan may be read where they are not.
+    """
+    schema = read_schema()
+    lacking = [key for key in (*schema["required"], *ADDED) if key not in config]
+    return f"{lacking[0]}: missing key" if lacking else next(iter(_schema_problems(config, schema)), None)
 
 
 def _meaning_problems(config: dict) -> list[str]:

@@ -1,7 +1,6 @@
 """Feed every parser damaged and invented input: it reads it, or refuses it with an error of ours, and never crashes."""
 
 import argparse
-import copy
 import functools
 import gzip
 import json
@@ -25,15 +24,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "workflows/scripts")]
 
 from campaign_log import Trials  # noqa: E402
 from decode_cell import read_cell_argument  # noqa: E402
+from fuzz_inputs import VALUES, as_json, damaged, replaced  # noqa: E402
 from import_requests import read_log, to_rows  # noqa: E402
-from make_tables import read_plan  # noqa: E402
+from input_files import read_plan  # noqa: E402
+from packing import read_packed  # noqa: E402
 from workflow_runs import NANO, write_tiny_family  # noqa: E402
 
 from baselines import suite  # noqa: E402
 from baselines.commands.cells import KINDS, parse_value  # noqa: E402
 from baselines.where import Condition  # noqa: E402
 from tfm import checkpoints  # noqa: E402
-from tfm.cells import read_cell, sealed  # noqa: E402
+from tfm.cells import read_cell  # noqa: E402
 from tfm.heads import HeadConfig, build_head  # noqa: E402
 from tfm.pins import load_pins  # noqa: E402
 from tfm.prompt_sources import parse_rows  # noqa: E402
@@ -48,78 +49,7 @@ replaced, invented names and trees. A parser may read an input or raise a plain 
 anything else, also a subclass that a library raised, is a crash. Adds counts to --trials as each parser is done. Last
 line of stdout: one JSON object. Exit 1 when an input crashed a parser; --crashes holds them.
 """
-INTERESTING = [
-    b"",
-    b"\0",
-    b"\xff\xfe",
-    b"{",
-    b"}",
-    b"[",
-    b'"',
-    b"\n",
-    b"null",
-    b"-1",
-    b"1e999",
-    b"NaN",
-    b"\xed\xa0\x80",
-]
 ALL = list(HealthCheck)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@st.composite
-def damaged(draw, whole: bytes, span: int | None = None) -> bytes:
-    """Draw `whole` with up to four changes in its first `span` bytes: flips, cuts, repeats, insertions."""
-    data, span = bytearray(whole), min(span or len(whole), len(whole))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(0, span - 1)))
-        what = draw(st.sampled_from(["flip", "cut", "drop", "repeat", "insert", "tail"]))
-        size = draw(st.integers(1, 64))
-        if what == "flip" and data:
-            data[min(at, len(data) - 1)] ^= 1 << draw(st.integers(0, 7))
-        elif what == "cut":
-            del data[at:]
-        elif what == "drop":
-            del data[at : at + size]
-        elif what == "repeat":
-            data[at:at] = data[at : at + size]
-        elif what == "insert":
-            data[at:at] = draw(st.sampled_from(INTERESTING) | st.binary(max_size=8))
-        else:
-            data += draw(st.sampled_from(INTERESTING))
-    return bytes(data)
-
-
-@st.composite
-def replaced(draw, whole: dict) -> dict:
-    """Draw a JSON object with up to three values, at any depth, replaced, removed or added."""
-    value = copy.deepcopy(whole)
-    for _ in range(draw(st.integers(1, 3))):
-        place = value
-        while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-            if not keys:
-                break
-            key = draw(st.sampled_from(keys))
-            if isinstance(place[key], dict | list) and place[key] and draw(st.booleans()):
-                place = place[key]
-                continue
-            if draw(st.integers(0, 4)):
-                place[key] = draw(VALUES)
-            elif isinstance(place, dict):
-                del place[key]
-            break
-        if isinstance(place, dict) and not draw(st.integers(0, 5)):
-            place[draw(st.text(max_size=8))] = draw(VALUES)
-    return value
-
-
-def as_json(objects):
-    return objects.map(lambda value: json.dumps(value).encode())
 
 
 class Place:
@@ -142,8 +72,7 @@ def file_parsers(work: Path) -> dict[str, tuple]:
     prompts = "".join(json.dumps({**prompt, "id": f"p{i}", "tokens": [1, 2, i]}) + "\n" for i in range(3)).encode()
     row = {"id": "x", "dataset": "d", "domain": "math", "turns": ["what?", None], "meta": {"kind": "k"}}
     rows = (json.dumps(row) + "\n" + json.dumps({**row, "id": "y"}) + "\n").encode()
-    cell = sealed({"cell": {"seed": 0}, "files": {}, "source_digest": "s", "cell_digest": "c"})
-    plan = {"config": {"suite": "x"}, "cells": [{"path": "p"}]}
+    plan, cell = published()
     entry = {"file": "f", "domain": "math", "category": ["kind"]}
     return {
         "done.jsonl": (damaged(side_file(place["done.jsonl"].path)), place["done.jsonl"], read_side_file),
@@ -176,6 +105,13 @@ def file_parsers(work: Path) -> dict[str, tuple]:
             lambda path: read_cell_argument(f"@{path}"),
         ),
     }
+
+
+def published() -> tuple[dict, dict]:
+    """Return a plan of two cells, and the cell.json of one."""
+    plan = read_packed(ROOT / "results/published/nano/plan.json.gz")
+    cell = read_packed(ROOT / "results/published/nano/cells.json.gz")["cells"][0]
+    return {**plan, "cells": plan["cells"][:2]}, {key: value for key, value in cell.items() if key != "path"}
 
 
 FILES = {

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tfm import cells, manifest, side_file
+from tfm.cell_shape import RECORD
 from tfm.cells import KINDS, CellWriter, load_cells
 from tfm.trace import RequestTrace, StepTrace, TreeNode
 
@@ -16,7 +17,7 @@ CELL = {"suite": "toy", "engine": "torch", "target": "toy", "dataset": "set", "d
 CELL |= {"setting": "t1", "seed": 0, "clock": "stages", "traced": True, "device": "cpu", "dtype": "float32"}
 CELL |= {"reasoning": False, "template": "paper", "decode": DECODE}
 FACTS = {"cell": CELL, "source_digest": "s", "prompts_sha256": "p", "device": {"name": "toy", "torch_threads": 1}}
-FACTS |= {"environment": {"git": {"commit": "abc"}}}
+FACTS |= {"environment": {"git": {"commit": "abc", "dirty": False}}}
 
 
 def trace(name: str, index: int = 0) -> RequestTrace:
@@ -198,7 +199,7 @@ def test_a_record_of_another_version_is_refused_by_what_it_lacks(tmp_path):
     facts = cells.read_cell(tmp_path)
     del facts["cell"]["template"]
     manifest.write_json(tmp_path / "cell.json", manifest.sealed(facts))
-    with pytest.raises(ValueError, match=r"cell.json is of another version .KeyError: 'template'.; make it again: "):
+    with pytest.raises(ValueError, match="cell.json: cell.template: missing key; make it again: "):
         load_cells([tmp_path])
 
 
@@ -328,10 +329,40 @@ def test_missing_cells_are_listed_with_how_far_they_are(tmp_path):
         load_cells([tmp_path / "none"])
 
 
+def keys_of(shape, *above):
+    for name, one in shape.items():
+        yield (*above, name)
+        yield from keys_of(one, *above, name) if isinstance(one, dict) else ()
+
+
+@pytest.mark.parametrize("where", [path for path in keys_of(RECORD) if path[-1] != manifest.SEAL], ids=".".join)
+def test_a_sealed_cell_json_that_lacks_a_key_or_has_another_type_is_refused(tmp_path, where):
+    """A file of another version or hand: the seal fits, and what a table reads is not there."""
+    finished(tmp_path)
+    (tmp_path / "bad").mkdir()
+    *above, last = where
+    for change in ("drop", "type"):
+        facts = json.loads((tmp_path / "cell.json").read_text())
+        place = facts
+        for key in above:
+            place = place[key]
+        if change == "drop" and not last.endswith("?"):
+            del place[last]
+        else:
+            place[last.removesuffix("?")] = [[3.5]]
+        manifest.write_json(tmp_path / "bad/cell.json", manifest.sealed(facts))
+        with pytest.raises(ValueError) as caught:
+            load_cells([tmp_path / "bad"])
+        key, said = ".".join(where).removesuffix("?"), str(caught.value)
+        assert f"cell.json: {key}: " in said and "make it again: snakemake" in said, said
+        assert ("missing key" if "missing" in said else "[[3.5]] is not allowed (allowed: ") in said
+        assert cells.is_whole(tmp_path) and not cells.is_whole(tmp_path / "bad")
+
+
 @pytest.mark.parametrize("name", ["cell.json", "steps.parquet"])
 def test_a_folder_in_a_records_place_is_refused_with_the_rerun_command(name, tmp_path):
     with CellWriter(tmp_path, digest="d") as writer:
-        writer.finish([], {"cell": {}, "source_digest": "s"})
+        writer.finish([], FACTS)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"{name} .*make it again: snakemake"):

@@ -18,6 +18,7 @@ from tfm import decode as loop
 from tfm.acceptance import accept
 from tfm.cells import load_cells
 from tfm.drafter import Drafter
+from tfm.manifest import sealed, write_json
 from tfm_kernels import conv
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
@@ -218,7 +219,7 @@ def test_numbers_of_uncommitted_code_are_not_proposed(copy):
     path = next(Path("results/ci-cpu/cells").rglob("cell.json"))
     facts = json.loads(path.read_text())
     facts["environment"]["git"]["dirty"] = True
-    path.write_text(json.dumps(facts))
+    write_json(path, sealed(facts))
     with pytest.raises(ValueError, match="made by uncommitted code; commit it"):
         bless.source_of(json.loads(Path("results/ci-cpu/plan.json").read_text()))
 

@@ -51,6 +51,7 @@ def test_servers_that_say_other_tokens_are_found_out_and_a_failed_one_is_named(t
     fault(monkeypatch)
     weights = write_tiny_family(tmp_path / "family")
     cells = [on_cpu(resolved("sglang", method, weights=weights)) for method in ("ar", "tfm")]
+    cells = [{**cell, "path": f"results/s/cells/{number}", "part": "headline"} for number, cell in enumerate(cells)]
     (tmp_path / "plan.json").write_text(json.dumps({"cells": cells}))
     prompts = check_serving.prompts_file(cells[0], tmp_path)
     prompts.parent.mkdir(parents=True)

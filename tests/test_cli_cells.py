@@ -85,7 +85,7 @@ def write_cell(results, cell, source, prompts_sha256):
     facts = {"cell": {**resolved(cell), "decode": {**cell["decode"], "eos_tokens": [2]}}, "source_digest": source}
     facts |= {"loader_digest": manifest.loader_digest()}
     facts |= {"prompts_sha256": prompts_sha256, "device": {"name": "a cpu", "torch_threads": 1}}
-    facts |= {"environment": {"git": {"commit": "c0ffee"}}}
+    facts |= {"environment": {"git": {"commit": "c0ffee", "dirty": False}}}
     with CellWriter(results / Path(cell["path"]).relative_to("results"), digest=digest) as writer:
         for trace in traces():
             writer.add(trace)
@@ -311,11 +311,14 @@ def test_requests_are_exported_one_a_line(capsys, results, cells):
 
 def test_a_suite_without_a_config_is_known_from_its_plan(capsys, results, cells):
     (results / "other").mkdir()
-    (results / "other/plan.json").write_text(json.dumps({"cells": cells}))
+    (results / "other/plan.json").write_text(json.dumps({"config": {"suite": "other"}, "cells": cells}))
     out, _ = run(capsys, "--results", results, "--suite", "other")
     assert out.count("done\t") == 7
     _, err = run(capsys, "--results", results, "--suite", "other", "--config", "seeds=1", expect=2)
     assert "nothing can be changed" in err
+    (results / "other/plan.json").write_text(json.dumps({"config": {"suite": "other"}, "cells": [*cells, {"path": 3}]}))
+    _, err = run(capsys, "--results", results, "--suite", "other", expect=2)
+    assert "other/plan.json: cells[7].suite: missing key; make it with `snakemake" in err
 
 
 @pytest.mark.parametrize(
@@ -346,7 +349,7 @@ def test_a_damaged_plan_is_named(capsys, results, content):
     path.parent.mkdir()
     path.mkdir() if content is None else path.write_text(content)
     _, err = run(capsys, "--results", results, "--suite", "other", expect=2)
-    assert f"plan: {path} is damaged; restore it" in err
+    assert f"tfm cells: {path}" in err and "make it with `snakemake --cores all" in err and err.count("\n") == 1
 
 
 def test_a_key_that_a_config_says_twice_is_named_with_its_lines(capsys, tmp_path):

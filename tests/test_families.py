@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "workflows/scripts"))
 import compare_families
 import family_tables
 import tables
-from make_tables import read_plan
+from input_files import read_plan
 from probe_records import load_probes
 
 from tfm.cells import load_cells

@@ -16,6 +16,7 @@ from tfm.prompts import PromptRow
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 import grade_cells
+from packing import read_packed
 
 PROMPT = 'from typing import List\n\n\ndef total(numbers: List[int]) -> int:\n    """ Sum of the numbers. """\n'
 TEST = "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n"
@@ -202,7 +203,8 @@ def test_answers_are_read_from_records_and_graded_once_each(monkeypatch):
 
 
 def test_code_is_not_run_unless_asked_for(tmp_path):
-    plan = {"config": {"suite": "x", "datasets": ["humaneval", "mtbench"], "weights": "w"}, "cells": []}
+    plan = read_packed(ROOT / "results/published/nano/plan.json.gz")
+    plan["config"]["datasets"] = ["humaneval", "mtbench"]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     options = {
         "plan": tmp_path / "plan.json",

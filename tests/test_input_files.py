@@ -1,5 +1,6 @@
 """Scripts that are given other files than they read say so in one line and return 2; none leaves a traceback."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -8,10 +9,10 @@ import pytest
 from workflow_runs import ROOT, environment_of
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
-from input_files import CELL_KEYS, CONFIG_KEYS, check_version, read_table
+from input_files import read_plan, read_table
 from make_report import check_outputs
-from run_cells import read_cells
 
+from baselines.plans import read_cells
 from tfm.manifest import sha256_file
 
 PUBLISHED, EXPECTED = "results/published/nano", "workflows/config/expected.yaml"
@@ -39,6 +40,10 @@ print(json.dumps(found))
 """
 
 
+def published_plan() -> dict:
+    return json.loads(gzip.decompress((ROOT / f"{PUBLISHED}/plan.json.gz").read_bytes()))
+
+
 def test_a_file_that_is_none_of_its_own_is_named_in_one_line(tmp_path):
     for kind, data in WRONG.items():
         if data is not None:
@@ -57,8 +62,9 @@ def test_a_file_that_is_none_of_its_own_is_named_in_one_line(tmp_path):
 
 
 def test_a_plan_whose_cells_are_not_here_is_refused_with_the_command_that_makes_them(tmp_path):
-    plan = tmp_path / "plan.json"
-    plan.write_text('{"config": {"suite": "nano"}, "cells": [{"path": "results/nano/nowhere"}]}')
+    plan, whole = tmp_path / "plan.json", published_plan()
+    whole["cells"][0]["path"] = "results/nano/nowhere"
+    plan.write_text(json.dumps(whole))
     call = [sys.executable, "workflows/scripts/publish.py", "--plan", str(plan), "--out", str(tmp_path / "out")]
     done = subprocess.run(call, cwd=ROOT, env=environment_of(ROOT), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "results/nano/nowhere/cell.json is missing; make it again: snakemake" in done.stderr
@@ -67,11 +73,11 @@ def test_a_plan_whose_cells_are_not_here_is_refused_with_the_command_that_makes_
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "holds no resolved cells"),
-        ("[]", "holds no resolved cells"),
-        ("3", "holds no resolved cells"),
-        ('{"cells": null}', "holds no resolved cells"),
-        ('{"cells": [{}]}', "holds no resolved cells"),
+        ("", "holds no cell"),
+        ("[]", "holds no cell"),
+        ("3", "cells: 3 is not allowed"),
+        ('{"cells": null}', "cells: null is not allowed"),
+        ('{"cells": [{}]}', r"cells.0..suite: missing key"),
         ('{"cells":', "is damaged"),
         ("\ufffe{", "is damaged"),
         (None, "cannot be read"),
@@ -80,7 +86,7 @@ def test_a_plan_whose_cells_are_not_here_is_refused_with_the_command_that_makes_
 def test_a_list_of_cells_that_is_none_is_refused_by_name(tmp_path, content, words):
     path = tmp_path / "list.json"
     path.mkdir() if content is None else path.write_text(content)
-    with pytest.raises(ValueError, match=f"--list: {path} {words}.*; give a suite's plan.json"):
+    with pytest.raises(ValueError, match=f"^{path}: {words}.*; give a suite's plan.json"):
         read_cells(path)
 
 
@@ -115,12 +121,12 @@ def test_a_table_that_is_cut_or_none_is_named_and_never_drawn(tmp_path, content,
 
 @pytest.mark.parametrize(("part", "key"), [("config", "side"), ("cells", "clock")])
 def test_a_plan_of_another_version_is_refused_by_what_it_lacks(tmp_path, part, key):
-    path, cell = tmp_path / "plan.json", dict.fromkeys(CELL_KEYS, "x") | {"path": "p"}
-    plan = {"config": dict.fromkeys(CONFIG_KEYS, "x"), "cells": [cell, dict(cell)]}
-    check_version(plan, path)
+    path, plan = tmp_path / "plan.json", published_plan()
     del (plan["config"] if part == "config" else plan["cells"][1])[key]
-    with pytest.raises(ValueError, match=f"{path} has .* without {key}, as another version writes; .*--force {path}"):
-        check_version(plan, path)
+    path.write_text(json.dumps(plan))
+    named = "config" if part == "config" else r"cells\[1\]"
+    with pytest.raises(ValueError, match=rf"^{path}: {named}.{key}: missing key; make it with `snakemake .*{path}`"):
+        read_plan(path)
 
 
 @pytest.mark.parametrize("content", [None, b"a,b\n1,2\n"])

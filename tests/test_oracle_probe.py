@@ -103,5 +103,5 @@ def test_a_probe_is_told_its_commit_where_there_is_no_checkout(tmp_path, monkeyp
         return facts
 
     monkeypatch.setattr(sys, "argv", ["x", "--settings", "{}", "--out", str(tmp_path), "--commit", "abc"])
-    assert run_probe("oracle", "x", run, told="steps") == 0
+    assert run_probe("oracle", "x", run, fact="steps") == 0
     assert json.loads((tmp_path / "oracle.json").read_text())["environment"]["git"]["commit"] == "abc"

@@ -279,7 +279,7 @@ def test_sets_and_temperatures_that_were_not_run_are_open_and_in_no_mean():
 
 def test_what_is_printed_of_a_temperature_that_was_not_run_is_open(published):
     from dartree_claims import PRINTED, dartree_claims
-    from make_tables import read_plan
+    from input_files import read_plan
     from packing import PLAN
     from probe_records import load_probes
     from publish import load_published

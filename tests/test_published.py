@@ -7,23 +7,24 @@ import sys
 import pandas as pd
 import pytest
 import yaml
-from workflow_runs import ROOT, jobs, snakemake
+from workflow_runs import NANO, ROOT, jobs, snakemake
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
 import inventory as library
 import tables
 from compare_paper import compare, devices_of, write_comparison
+from input_files import read_plan
 from inventory import inventory, run_folders, to_frame, write_inventory
 from kernel_figure import bandwidth_of, roofline
 from kernel_runs import kernel_summary, load_kernel_run
 from make_paper import write_paper
-from make_tables import read_plan
 from packing import PLAN, read_packed, write_packed
 from probe_records import load_probes
 from publish import load_published
 from rebuild_published import ENGINE_RUN, differences, main, rebuild_kernels
 from summarise_engines import MARK
 
+from baselines import suite
 from tfm.manifest import sha256_file
 
 PUBLISHED = ROOT / "results/published"
@@ -176,7 +177,7 @@ def test_a_gpu_run_stands_before_a_cpu_run_and_both_are_shown():
 
 def write_suite(folder, name: str, summary: dict, **config) -> None:
     (folder / name).mkdir(parents=True)
-    write_packed(folder / name / PLAN, {"config": {"suite": name, **config}, "cells": []})
+    write_packed(folder / name / PLAN, {"config": {**suite.resolve(NANO), "suite": name, **config}, "cells": []})
     (folder / name / "summary.json").write_text(json.dumps(summary))
 
 

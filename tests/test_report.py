@@ -56,7 +56,9 @@ def test_a_slow_down_is_printed_as_it_is(tmp_path):
 
 
 def test_token_identity_is_claimed_only_for_the_type_it_was_measured_in(tmp_path):
-    config = write_suite(tmp_path, headline=[{}], summary={"same_as_ar_share": {"value": 0.75, "n": 8}})
+    config = write_suite(
+        tmp_path, headline=[{}], summary={"same_as_ar_share": {"value": 0.75, "low": None, "high": None, "n": 8}}
+    )
     page = "".join(make_report.lossless(tmp_path, config))
     rows = re.findall(r"<tr>(.*?)</tr>", page.partition("</table>")[0])
     by_type = {re.search(r">(float32|bfloat16)<", row)[1]: row for row in rows[1:]}

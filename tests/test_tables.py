@@ -16,7 +16,8 @@ import sanity
 import summary
 import tables
 from compare_paper import compare, to_markdown
-from make_tables import read_plan, readable
+from input_files import read_plan
+from make_tables import readable
 from probe_records import Probe
 from publish import load_published
 

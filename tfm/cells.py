@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tfm import side_file
+from tfm.cell_shape import KINDS, RECORD
 from tfm.config import WHOLE_LAW
+from tfm.json_shape import read_object
 from tfm.manifest import SEAL, is_sealed, sealed, sha256_file, write_atomic, write_json
 from tfm.side_file import SideFile, sync_folder
 from tfm.trace import STAGES, SUBSTAGES, RequestTrace, StepTrace, TreeNode
 
-KINDS = ("requests", "steps", "trees")
 MANIFEST = "cell.json"
 STEP_FIELDS = tuple(field.name for field in fields(StepTrace))
 STAGE_COLUMNS = tuple(f"{name}_us" for name in (*STAGES, *SUBSTAGES))
@@ -186,33 +186,21 @@ def load_cells(folders: list[Path], *, allow_missing: bool = False) -> Records:
             tables[kind].append(
                 _read_checked(folder, kind, manifest).append_column("cell", _column(manifest, kind, len(cells)))
             )
-        try:
-            identity(manifest)
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{folder / MANIFEST} is of another version ({type(error).__name__}: {error}); make it again: "
-                f"{rerun_command(folder)}"
-            ) from error
         cells.append({**manifest, "path": folder.as_posix()})
     return join_records(cells, {kind: _concat(tables[kind], kind) for kind in KINDS}, missing=missing)
 
 
-def read_cell(folder: Path) -> dict:
-    """Return a cell.json; raises ValueError with the rerun command when it is missing, cut or altered."""
+def read_cell(folder: Path, more: dict | None = None) -> dict:
+    """Return a cell.json that has what a table reads of it, and `more` (a shape of tfm.json_shape) where it is given.
+
+    Raises ValueError with the rerun command when it is missing, cut, altered, or lacks some of that.
+    """
     path = Path(folder) / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-        lacking = sorted({"cell", "files", "source_digest", "cell_digest", SEAL} - set(manifest))
-        if not lacking and is_sealed(manifest):
-            return manifest
-        problem = f"lacks {', '.join(lacking)}" if lacking else f"was altered: its content is not that of its {SEAL}"
-    except FileNotFoundError:
-        problem = "is missing"
-    except OSError as error:  # a folder in its place
-        problem = f"cannot be read ({error.strerror})"
-    except (ValueError, TypeError, RecursionError):
-        problem = "is not whole JSON"
-    raise ValueError(f"{path} {problem}; make it again: {rerun_command(path.parent)}")
+    remedy = f"make it again: {rerun_command(path.parent)}"
+    manifest = read_object(path, {**RECORD, **(more or {})}, remedy=remedy)
+    if not is_sealed(manifest):
+        raise ValueError(f"{path} was altered: its content is not that of its {SEAL}; {remedy}")
+    return manifest
 
 
 def is_whole(folder: Path, *, digest: str | None = None) -> bool:

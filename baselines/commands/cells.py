@@ -17,6 +17,7 @@ from baselines import suite
 from baselines.cell_states import STATES, CellState, Inspector, count_states
 from baselines.inputs import WORKFLOWS
 from baselines.methods import METHODS
+from baselines.plans import read_plan
 from baselines.refusals import one_of
 from baselines.terminal import Screen, visible
 from baselines.where import Condition
@@ -123,7 +124,7 @@ def cells_of(name: str, configfile: Path | None, given: list[str], results: Path
             raise ValueError(
                 f"config: {name} is known from {plan} only, nothing can be changed; give --configfile FILE"
             )
-        return planned_cells(plan)
+        return read_plan(plan)["cells"]
     if configfile is None:
         planned = [folder.parent.name for folder in results.glob("*/plan.json")]
         one_of("suite", name, sorted({*suite_names(), *planned}))
@@ -139,19 +140,6 @@ def cells_of(name: str, configfile: Path | None, given: list[str], results: Path
     if not isinstance(raw, dict) or "suite" not in raw:
         raise ValueError(f"configfile: {path} is no suite's config, it has no key suite; give one that has")
     return suite.expand(suite.resolve({**raw, **values}, given=values))
-
-
-def planned_cells(plan: Path) -> list[dict]:
-    """Return the cells of a plan.json; raises ValueError naming the file where it is damaged."""
-    try:
-        found = json.loads(plan.read_text(encoding="utf-8"))["cells"]
-        known = all({"path", "engine", "decode", "reasoning"} <= set(cell) for cell in found)
-        known = known and all(isinstance(cell["path"], str) and isinstance(cell["decode"], dict) for cell in found)
-    except (ValueError, KeyError, TypeError, RecursionError, OSError):
-        known = False
-    if not known or not isinstance(found, list):
-        raise ValueError(f"plan: {plan} is damaged; restore it, or make it again with snakemake")
-    return found
 
 
 def same_options(options: argparse.Namespace) -> str:

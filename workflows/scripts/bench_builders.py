@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from input_errors import told
 from run_cells import register_kernels
 
 register_kernels()
@@ -229,6 +230,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@told
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     raw = yaml.safe_load(options.config.read_text(encoding="utf-8"))

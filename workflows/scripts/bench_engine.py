@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from engine_arms import ARMS, Arm, Variant, arm_config, mark, span_ms, synchronise
 from engine_shapes import SIZES, random_models, step_bytes, weight_bytes
+from input_errors import told
 
 from tfm import device, manifest
 from tfm.gpu_meter import GpuMeter
@@ -202,6 +203,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@told
 def main() -> int:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
+from input_errors import told
 from probe_records import run_probe, write_rows
 from torch import Tensor
 
@@ -199,5 +200,10 @@ def _paths(parents: list[int]) -> list[list[int]]:
     return paths
 
 
+@told
+def main() -> int:
+    return run_probe("kernels", DESCRIPTION, run, fact="baseline")
+
+
 if __name__ == "__main__":
-    sys.exit(run_probe("kernels", DESCRIPTION, run, told="baseline"))
+    sys.exit(main())

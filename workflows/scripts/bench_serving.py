@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from input_errors import told
 from run_cells import REPOSITORY, register_kernels
 
 DESCRIPTION = """
@@ -233,6 +234,7 @@ def _plain(options: argparse.Namespace) -> dict:
     return {key: value for key, value in vars(options).items() if key not in machine}
 
 
+@told
 def main() -> int:
     options = parse()
     register_kernels()

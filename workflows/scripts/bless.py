@@ -6,10 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-from check import RESTORE, card_of
+from check import card_of
 from expectations import propose
-from input_files import read_object
-from make_tables import read_plan
+from input_errors import told
+from input_files import read_expected, read_plan, read_summary
 
 from tfm.cells import read_cell
 from tfm.manifest import write_atomic
@@ -25,7 +25,7 @@ def source_of(plan: dict) -> str:
     """Return which code and card a run's numbers come from; raises ValueError for uncommitted code."""
     commits = set()
     for cell in plan["cells"]:
-        git = read_cell(Path(cell["path"]))["environment"]["git"]
+        git = read_cell(cell["path"])["environment"]["git"]
         if git["dirty"]:
             raise ValueError(f"{cell['path']} was made by uncommitted code; commit it, make it again, then propose")
         commits.add(str(git["commit"])[:10])
@@ -43,20 +43,17 @@ def as_yaml(suite: str, items: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+@told
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
     parser.add_argument("--expected", required=True, type=Path, help="workflows/config/expected.yaml, read only")
     parser.add_argument("--out", required=True, type=Path, help="file for the proposal")
     options = parser.parse_args(arguments)
-    try:
-        plan, expected = read_plan(options.plan), read_object(options.expected, "items", remedy=RESTORE)
-        summary = read_object(options.plan.parent / "summary.json", remedy="make it with make_tables.py")
-        suite = plan["config"]["suite"]
-        items = propose(expected, plan, summary, card=card_of(plan), source=source_of(plan))
-    except (ValueError, OSError) as error:
-        print(f"bless: {error}", file=sys.stderr)
-        return 2
+    plan, expected = read_plan(options.plan), read_expected(options.expected)
+    summary = read_summary(options.plan.parent / "summary.json")
+    suite = plan["config"]["suite"]
+    items = propose(expected, plan, summary, card=card_of(plan), source=source_of(plan))
     now, then = as_yaml(suite, (expected.get("runs") or {}).get(suite) or {}), as_yaml(suite, items)
     write_atomic(options.out, then.encode())
     changes = difflib.unified_diff(now.splitlines(), then.splitlines(), str(options.expected), str(options.out), n=1)

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from expectations import Finding, against_published, check_kernels, check_run, points_at
-from input_files import read_object
+from input_errors import told
+from input_files import read_expected, read_plan, read_summary
 from kernel_runs import load_kernel_run
-from make_tables import read_plan
-from packing import PLAN, read_packed
+from packing import PLAN
 from publish import load_published
 
 from tfm.cells import load_cells, read_cell
@@ -31,7 +31,7 @@ SIGNS = {"pass": "✓", "fail": "✗", "not comparable": "≠"}
 
 def card_of(plan: dict) -> str:
     """Return the device of the run's cells, one name; several are joined, and match no card."""
-    names = {read_cell(Path(cell["path"]))["device"]["name"] for cell in plan["cells"]}
+    names = {read_cell(cell["path"])["device"]["name"] for cell in plan["cells"]}
     return " + ".join(sorted(names))
 
 
@@ -40,7 +40,7 @@ def published_runs(published: Path, plan: dict) -> list[Path]:
     config = plan["config"]
     found = []
     for path in sorted(published.glob(f"*/{PLAN}")):
-        other = read_packed(path)["config"]
+        other = read_plan(path)["config"]
         if (other["suite"], other["family"]) == (config["suite"], config["family"]):
             found.append(path.parent)
     return found
@@ -49,7 +49,7 @@ def published_runs(published: Path, plan: dict) -> list[Path]:
 def check(plan_file: Path, expected: dict, published: Path, bench: Path | None) -> tuple[str, list[Finding]]:
     """Return the card and all findings of a run; raises ValueError for missing or damaged files."""
     plan = read_plan(plan_file)
-    summary = read_object(plan_file.parent / "summary.json", remedy="make it with make_tables.py")
+    summary = read_summary(plan_file.parent / "summary.json")
     card = card_of(plan)
     findings = check_run(expected, plan, summary, card=card)
     for folder in published_runs(published, plan):
@@ -113,6 +113,7 @@ def _count(findings: list[Finding], status: str) -> int:
     return sum(found.status == status for found in findings)
 
 
+@told
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json in the suite's folder")
@@ -121,13 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bench", type=Path, help="folder of a run of bench.py, compared with the published one")
     parser.add_argument("--out", required=True, type=Path, help="folder of junit.xml and summary.md")
     options = parser.parse_args(arguments)
-    try:
-        expected = read_object(options.expected, "items", remedy=RESTORE)
-        card, findings = check(options.plan, expected, options.published, options.bench)
-        suite = read_plan(options.plan)["config"]["suite"]
-    except (ValueError, OSError) as error:
-        print(f"check: {error}", file=sys.stderr)
-        return 2
+    expected = read_expected(options.expected)
+    card, findings = check(options.plan, expected, options.published, options.bench)
+    suite = read_plan(options.plan)["config"]["suite"]
     options.out.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out / "junit.xml", to_junit(suite, card, findings))
     write_atomic(options.out / "summary.md", to_markdown(suite, card, findings).encode())

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from input_errors import json_argument, told
 
 from tfm import manifest
 from tfm.builder import count_expansions
@@ -83,13 +84,14 @@ def definitions(weights: Path) -> dict:
     }
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", required=True, help="resolved settings, JSON text (baselines.probes.definitions)")
     parser.add_argument("--out", required=True, type=Path, help="the suite's folder definitions/")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    values = definitions(Path(json.loads(options.settings)["weights"]))
+    values = definitions(Path(json_argument("--settings", options.settings, "weights")["weights"]))
     facts = {"schema": manifest.SCHEMA_VERSION, "values": values, "environment": manifest.environment(), "files": {}}
     options.out.mkdir(parents=True, exist_ok=True)
     manifest.write_json(options.out / "definitions.json", facts)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 from decode_cell import check_weights
+from input_errors import told
 
 from baselines.inputs import pins
 from baselines.loading import load_models
 from baselines.methods import METHODS, resolve
+from baselines.plans import read_plan
 from baselines.static_methods import make_static_proposer
 from tfm import device, graft_shape
 from tfm.config import DecodeConfig
@@ -29,6 +31,8 @@ from tfm.sampling import gumbel
 from tfm.tokenizer import load_tokenizer
 
 TYPES = ("float32", "bfloat16")
+# what is read of the plan's config
+CONFIG = {"graft": (dict, None), "weights": str, "torch_threads": int, "context": int, "source": str, "datasets": [str]}
 DESCRIPTION = """
 Reads the plan of a suite with a graft (snakemake makes it: results/<suite>/plan.json) and the source's weights. In
 float32, at a part of the shape's layers, and in bfloat16 at all of them, it builds the graft and decodes the suite's
@@ -42,6 +46,7 @@ NEAR_TIE_ULPS, NEAR_TIE_FLOAT32 = 2, 1e-4
 ALLOWED_FLOAT32 = 1e-3  # logits of size 10 behind the shape's layers, sums of thousands of terms in another order
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json of a suite with a graft")
@@ -53,7 +58,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    plan = json.loads(options.plan.read_text(encoding="utf-8"))
+    plan = read_plan(options.plan, CONFIG)
     config, cells = plan["config"], first_cells(plan)
     for cell in cells:
         check_weights(cell)

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from input_errors import told
 from run_cells import register_kernels
 
 register_kernels()
@@ -119,6 +120,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@told
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device.make_deterministic(threads=options.threads)

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import torch
-from run_cells import prompts_file, read_cells, register_kernels
+from input_errors import told
+from run_cells import prompts_file, register_kernels
 
 DESCRIPTION = """
 Reads a suite's plan and its prepared prompts (below --root), starts one server for each of --methods, all at once on
@@ -94,6 +95,8 @@ def end_of(target: str) -> tuple[int, ...]:
 
 def chosen_cells(options: argparse.Namespace) -> list[dict]:
     """Return one greedy cell a method, with the flags that let servers share a card; ValueError when one is missing."""
+    from baselines.plans import read_cells
+
     cells = [
         cell for cell in read_cells(options.list) if cell["dataset"] == options.dataset and cell["setting"] == "t0"
     ]
@@ -156,6 +159,7 @@ def run(options: argparse.Namespace) -> dict:
     return {"verdicts": verdicts, "failed": sorted(failed)}
 
 
+@told
 def main() -> int:
     options = parse()
     register_kernels()

@@ -6,6 +6,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from input_errors import json_argument, told
+
 from tfm.manifest import write_json
 from tfm.tokenizer import check_folder_tokenizers
 from tfm.weight_pins import check_checkpoints
@@ -17,19 +19,16 @@ tokenizer than the target's. Last line of stdout: one JSON object. Exit 2 when a
 """
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", required=True, type=Path, help="folder that holds target/, drafter/ and weaver/")
     parser.add_argument("--checkpoints", required=True, help="the section `checkpoints` of the suite's config, as JSON")
     parser.add_argument("--out", required=True, type=Path, help="weights.json")
     options = parser.parse_args()
-    pins = json.loads(options.checkpoints)
-    try:
-        checked = check_checkpoints(options.weights, pins)
-        check_folder_tokenizers({part: options.weights / part for part in pins})
-    except ValueError as error:
-        print(f"check_weights: {error}", file=sys.stderr)
-        return 2
+    pins = json_argument("--checkpoints", options.checkpoints)
+    checked = check_checkpoints(options.weights, pins)
+    check_folder_tokenizers({part: options.weights / part for part in pins})
     write_json(options.out, {"checkpoints": pins, "files": [asdict(entry) for entry in checked]})
     print(json.dumps({"weights": str(options.out), "files": len(checked)}))
     return 0

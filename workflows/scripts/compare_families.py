@@ -9,6 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import yaml
 from family_tables import METHODS
+from input_errors import told
+from input_files import read_plan
 from probe_records import write_rows
 
 from baselines.names import setting_name
@@ -100,21 +102,18 @@ def place(plan: dict) -> tuple[str, int]:
     return setting_name(max(config["temperatures"]), reasoning=config["reasoning"][0]), config["seeds"][0]
 
 
+@told
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="the suite's plan.json")
     parser.add_argument("--family", required=True, action="append", metavar="NAME=FOLDER", help="may be given again")
     parser.add_argument("--out", required=True, type=Path, help="results/<suite>/families")
     options = parser.parse_args(arguments)
-    plan, rows, found = json.loads(options.plan.read_text(encoding="utf-8")), [], {}
-    try:
-        for entry in options.family:
-            name, _, folder = entry.partition("=")
-            more, said = gather(plan, name)
-            rows, found[name] = rows + more, said | trained(Path(folder))
-    except ValueError as error:
-        print(f"compare_families: {error}", file=sys.stderr)
-        return 2
+    plan, rows, found = read_plan(options.plan), [], {}
+    for entry in options.family:
+        name, _, folder = entry.partition("=")
+        more, said = gather(plan, name)
+        rows, found[name] = rows + more, said | trained(Path(folder))
     setting, seed = place(plan)
     facts = {"families": found, "setting": setting, "seed": seed, "environment": manifest.environment()}
     facts["files"] = {"requests.parquet": write_rows(options.out / "requests.parquet", rows, SCHEMA)}

@@ -8,7 +8,8 @@ import math
 import sys
 from pathlib import Path
 
-from input_files import read_object, told
+from input_errors import told
+from input_files import read_expected, read_plan, read_summary
 
 from tfm.manifest import write_atomic
 
@@ -158,17 +159,11 @@ def main() -> int:
     parser.add_argument("--summary", required=True, type=Path, help="summary.json of the suite")
     parser.add_argument("--out", required=True, type=Path, help="compare.csv; compare.md is written beside it")
     options = parser.parse_args()
-    expected = read_object(
-        options.expected, "card", "comparable", "not_comparable", "items", "rows", remedy="restore it from git"
-    )
-    summary = read_object(options.summary, remedy="make it with make_tables.py")
+    expected, summary = read_expected(options.expected), read_summary(options.summary)
     folder = options.summary.resolve().parent
-    plan = (
-        json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-        if (folder / "plan.json").exists()
-        else {"config": {}}
-    )
-    known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": plan["config"].get("dtype")}
+    plan = folder / "plan.json"
+    dtype = read_plan(plan)["config"]["dtype"] if plan.exists() else None
+    known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": dtype}
     rows = compare(expected, summary, folder.name, **known)
     write_comparison(rows, options.out)
     statuses = [row["status"] for row in rows]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 from dartree_claims import AUTHORS
+from input_files import read_plan
 from make_figures import LABELS
 from packing import PLAN, read_packed
 
@@ -21,7 +22,7 @@ def readme_text(tables: dict[str, pd.DataFrame], summary: dict) -> str:
 
 def folder_text(folder: Path, tables: dict[str, pd.DataFrame], summary: dict, planned: int) -> str:
     """Return README.md of the published folder."""
-    config, packed = read_packed(folder / PLAN)["config"], read_packed(folder / "cells.json.gz")
+    config, packed = read_plan(folder / PLAN)["config"], read_packed(folder / "cells.json.gz")
     commits = sorted({str(cell["environment"]["git"]["commit"])[:7] for cell in packed["cells"]})
     days = sorted({cell["ended"][:10] for cell in packed["cells"]})
     card = tables["headline"]["device"].iloc[0]

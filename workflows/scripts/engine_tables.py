@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import yaml
+from input_errors import told
 
 from baselines import cost_model
 from baselines.cost_model import Sample
@@ -356,6 +357,7 @@ def write_tables(
     return found
 
 
+@told
 def main() -> int:
     options = parse()
     report = read(options.steps)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 from decode_cell import check_weights
+from input_errors import told
 from probe_records import run_probe, write_rows
 from torch import Tensor
 
@@ -242,5 +243,10 @@ def _key(settings: dict, row: dict, what) -> bytes:
     return hashlib.sha256(f"{settings['seed']}|{row['dataset']}|{row['id']}|{what}".encode()).digest()
 
 
+@told
+def main() -> int:
+    return run_probe("ceiling", DESCRIPTION, run, fact="anchors")
+
+
 if __name__ == "__main__":
-    sys.exit(run_probe("ceiling", DESCRIPTION, run, told="anchors"))
+    sys.exit(main())

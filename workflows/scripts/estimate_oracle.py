@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import torch
 from decode_cell import check_weights
+from input_errors import told
 from probe_records import run_probe, write_rows
 
 from tfm import checkpoints, device, manifest, oracle
@@ -73,5 +74,10 @@ def _rows(frame: pd.DataFrame, schema: pa.Schema) -> list[dict]:
     return frame[schema.names].astype(object).where(frame[schema.names].notna(), None).to_dict("records")
 
 
+@told
+def main() -> int:
+    return run_probe("oracle", DESCRIPTION, run, fact="steps")
+
+
 if __name__ == "__main__":
-    sys.exit(run_probe("oracle", DESCRIPTION, run, told="steps"))
+    sys.exit(main())

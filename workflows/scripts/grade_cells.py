@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-from make_tables import read_plan
+from input_errors import told
+from input_files import read_plan
 from publish import load_published
 
 from baselines.inputs import PINS_FILE
@@ -133,6 +134,7 @@ def run(options: argparse.Namespace) -> pd.DataFrame:
     return table
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json of the suite")
@@ -142,11 +144,7 @@ def main() -> int:
     parser.add_argument("--run-model-code", action="store_true", help="grade HumanEval and MBPP too, in the sandbox")
     parser.add_argument("--out", required=True, type=Path, help="CSV file")
     options = parser.parse_args()
-    try:
-        table = run(options)
-    except (ValueError, OSError) as error:
-        print(f"grade_cells: {error}", file=sys.stderr)
-        return 2
+    table = run(options)
     print(json.dumps({"rows": len(table), "answers": int(table["right_n"].sum()), "out": str(options.out)}))
     return 0
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
+from input_errors import told
 
 from baselines.methods import METHODS
 from baselines.refusals import one_of
@@ -280,6 +281,7 @@ def _ours(per_set: pd.DataFrame) -> list[dict]:
     return rows.to_dict("records")
 
 
+@told
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -289,24 +291,18 @@ def main(arguments: list[str] | None = None) -> int:
     add("--per-set", type=Path, help="tables/per_set.csv of a suite of ours (default: the imported run alone)")
     add("--out", required=True, type=Path, help="folder of requests.jsonl and beside.csv")
     options = parser.parse_args(arguments)
-    try:
-        rows = []
-        for word in options.log:
-            method, sign, name = word.partition("=")
-            if not sign:
-                raise ValueError(
-                    f"--log: {word!r} is not allowed (allowed: METHOD=FILE); write for example tfm=tfm.log"
-                )
-            log = read_log(method, Path(name))
-            digest = sha256_file(Path(name))
-            rows += [row | {"log_sha256": digest} for row in to_rows(log, options.origin, options.device)]
-        table = beside(rows, read_per_set(options.per_set) if options.per_set else None)
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(options.out / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
-        write_atomic(options.out / "beside.csv", table.to_csv(index=False, lineterminator="\n").encode())
-    except (ValueError, OSError) as error:
-        print(f"import_requests: {error}", file=sys.stderr)
-        return 2
+    rows = []
+    for word in options.log:
+        method, sign, name = word.partition("=")
+        if not sign:
+            raise ValueError(f"--log: {word!r} is not allowed (allowed: METHOD=FILE); write for example tfm=tfm.log")
+        log = read_log(method, Path(name))
+        digest = sha256_file(Path(name))
+        rows += [row | {"log_sha256": digest} for row in to_rows(log, options.origin, options.device)]
+    table = beside(rows, read_per_set(options.per_set) if options.per_set else None)
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomic(options.out / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    write_atomic(options.out / "beside.csv", table.to_csv(index=False, lineterminator="\n").encode())
     print(json.dumps({"requests": len(rows), "rows": len(table)}))
     return 0
 

@@ -1,58 +1,38 @@
-"""Files that a script is given: read with a clear error, and bad input as one line on standard error and status 2."""
+"""Files that a script of tables and checks is given: read with an error that names file, key, value and remedy."""
 
-import functools
 import io
-import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import yaml
-from packing import read_packed
 
-# what every script reads of a plan
-CONFIG_KEYS = {"suite", "family", "methods", "datasets", "temperatures", "seeds", "reasoning", "side", "tables"}
-CELL_KEYS = {"part", "engine", "target", "dataset", "domain", "variant", "setting", "seed", "decode", "clock", "traced"}
+from baselines import plans
+from baselines.validation import problem_of_resolved
+from tfm.cell_shape import ENVIRONMENT
+from tfm.json_shape import NUMBER, Each, read_object
 
-
-def told(main: Callable[[], int]) -> Callable[[], int]:
-    """Return a script's `main` that says in one line what is wrong with its input, and then returns 2."""
-
-    @functools.wraps(main)
-    def call() -> int:
-        try:
-            return main()
-        except (ValueError, OSError) as error:
-            what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-            print(f"{Path(sys.argv[0]).stem}: {what}", file=sys.stderr)
-            return 2
-
-    return call
-
-
-def read_object(path: Path, *keys: str, remedy: str) -> dict:
-    """Return an object with `keys` from a JSON (.json, .json.gz) or YAML file.
-
-    Raises ValueError naming the file and the remedy for one that is missing, damaged, or lacks a key.
-    """
-    try:
-        if path.suffix == ".gz":
-            found = read_packed(path)
-        else:
-            text = path.read_text(encoding="utf-8")
-            found = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
-    except FileNotFoundError:
-        problem = "does not exist"
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror or error})"
-    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        problem = f"is damaged ({error})"
-    else:
-        if isinstance(found, dict) and set(keys) <= set(found):
-            return found
-        problem = f"lacks {' or '.join(keys)}" if keys else "holds no object"
-    raise ValueError(f"{path} {problem}; {remedy}")
+MAYBE = (*NUMBER, None)
+SUMMARY = Each({"value": MAYBE, "low": MAYBE, "high": MAYBE, "n": MAYBE})
+# a prompt set's .manifest.json
+PROMPTS = {"n": int, "prompts_sha256": str, "skipped?": [{"id": str, "reason": str}]}
+# what write_manifest.py says of a suite, as far as it is read again
+MANIFEST = {
+    "cells": Each(
+        dict.fromkeys(("cell_digest", "source_digest", "prompts_sha256", "ended"), str)
+        | {"prompts": int, "seconds": NUMBER, "weights": Each((str, None))}
+    ),
+    "devices": [{"name": str}],
+    "environments": [{**ENVIRONMENT, "python": str, "system": str, "packages": Each(str)}],
+    "prompts": Each(PROMPTS),
+    "probes?": Each({"environment": ENVIRONMENT, "files?": Each({"sha256": str})}),
+    "outputs": Each(str),
+}
+ITEM = dict.fromkeys(("item", "unit", "per", "source"), str) | {"row": int, "paper": (*MAYBE, str)}
+ITEM |= {"ours": (str, list, None), "low?": NUMBER, "high?": NUMBER}
+ITEM |= dict.fromkeys(("needs?", "test?", "dtype?", "no_data?"), str)
+EXPECTED = {"card": str, "comparable": [str], "not_comparable": Each(str), "items": [ITEM], "rows": Each(str)}
+EXPECTED |= {"runs?": Each(Each(Each({"value": NUMBER, "tolerance": NUMBER, "source": str})))}
+EXPECTED |= {"kernel_times?": {"run": str, "tolerance": NUMBER}, "inventory_order?": [str]}
 
 
 def read_table(path: Path, *columns: str) -> pd.DataFrame:
@@ -78,23 +58,37 @@ def read_table(path: Path, *columns: str) -> pd.DataFrame:
 
 
 def read_plan(path: Path) -> dict:
-    """Return a suite's plan.json, or a published plan.json.gz; raises ValueError with a remedy where it is damaged."""
-    remedy = f"make it with `snakemake --cores all {path}`, or restore it from git"
-    plan = read_object(path, "config", "cells", remedy=remedy)
-    if not isinstance(plan["config"], dict) or "suite" not in plan["config"]:
-        raise ValueError(f"{path} has a config without a suite; {remedy}")
-    cells = plan["cells"]
-    if not isinstance(cells, list) or not all(isinstance(cell, dict) and "path" in cell for cell in cells):
-        raise ValueError(f"{path} has cells without a path; {remedy}")
+    """Return a suite's plan.json, or a published plan.json.gz, whose config is one that the suite's schema allows.
+
+    Raises ValueError naming file, key, value and remedy.
+    """
+    plan = plans.read_plan(path)
+    if problem := problem_of_resolved(plan["config"]):
+        raise ValueError(f"{path}: config.{problem}; {plans.remedy(path)}")
     return plan
 
 
-def check_version(plan: dict, path: Path) -> None:
-    """Raise ValueError unless a plan has all that tables and pages are made by, as another version's may not."""
-    for what, lacking in (
-        ("a config", sorted(CONFIG_KEYS - set(plan["config"]))),
-        ("cells", sorted({key for cell in plan["cells"] for key in CELL_KEYS - set(cell)})),
-    ):
-        if lacking:
-            remedy = f"make it again: snakemake --cores all --force {path}"
-            raise ValueError(f"{path} has {what} without {', '.join(lacking)}, as another version writes; {remedy}")
+def read_manifest(path: Path) -> dict:
+    """Return a suite's manifest.json, or a published manifest.json.gz; raises ValueError as `read_plan` does."""
+    return read_object(path, MANIFEST, remedy="make it with write_manifest.py, or restore it from git")
+
+
+def read_summary(path: Path) -> dict:
+    """Return a suite's summary.json, name -> {value, low, high, n, ..}; raises ValueError as `read_plan` does."""
+    return read_object(path, SUMMARY, remedy="make it with make_tables.py, or restore it from git")
+
+
+def read_expected(path: Path) -> dict:
+    """Return expected.yaml; raises ValueError as `read_plan` does, also for an item of a row that it does not name."""
+    found = read_object(path, EXPECTED, remedy="mend it, or restore it from git", parse=_yaml)
+    for item in found["items"]:
+        if item["row"] not in found["rows"]:
+            raise ValueError(f"{path}: items: {item['item']} is of row {item['row']}, which rows lacks; add it there")
+    return found
+
+
+def _yaml(data: bytes):
+    try:
+        return yaml.safe_load(data)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error

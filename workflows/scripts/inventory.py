@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-import yaml
 from compare_paper import compare, devices_of, is_of_type, shown
 from engine_taus import inventory_summary
+from input_errors import told
+from input_files import read_expected, read_plan, read_summary
 from kernel_runs import is_kernel_run, kernel_summary, load_kernel_run
 from packing import PLAN, read_packed
 from summarise_engines import CELLS, devices_in, is_engines_run, load_run
@@ -70,8 +71,7 @@ def _rows_of(folder: Path, expected: dict) -> list[dict]:
         run = load_run(folder, expected)
         known = {"devices": devices_in(run), "dtype": _type_of(folder)}
         return compare(expected, inventory_summary(run.records), folder.name, **known)
-    suite = read_packed(folder / PLAN)["config"]["suite"]
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    suite, summary = read_plan(folder / PLAN)["config"]["suite"], read_summary(folder / "summary.json")
     known = {"devices": devices_of(folder / "tables/headline.csv"), "dtype": _type_of(folder)}
     return compare(expected, summary, suite, **known)
 
@@ -85,7 +85,7 @@ def _type_of(folder: Path) -> str | None:
     if is_engines_run(folder):
         cells = read_packed(folder / CELLS)["cells"] if (folder / CELLS).is_file() else []
         return next((cell["cell"]["dtype"] for cell in cells), None)
-    return None if is_kernel_run(folder) else read_packed(folder / PLAN)["config"].get("dtype")
+    return None if is_kernel_run(folder) else read_plan(folder / PLAN)["config"]["dtype"]
 
 
 def _summed_up(entry: dict) -> dict:
@@ -140,18 +140,15 @@ def _sources(folder: Path) -> tuple[str, ...]:
     return ("samples.json",) if is_kernel_run(folder) else ("summary.json",)
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--expected", required=True, type=Path, help="workflows/config/expected.yaml")
     parser.add_argument("--published", required=True, type=Path, help="results/published")
     parser.add_argument("--out", required=True, type=Path, help="folder of inventory.{json,csv,md}")
     options = parser.parse_args()
-    try:
-        expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
-        entries = write_inventory(expected, options.published, options.out)
-    except ValueError as error:
-        print(f"inventory: {error}", file=sys.stderr)
-        return 2
+    expected = read_expected(options.expected)
+    entries = write_inventory(expected, options.published, options.out)
     statuses = [entry["status"] for entry in entries]
     print(json.dumps({status: statuses.count(status) for status in STATUSES} | {"rows": len(entries)}))
     return 0

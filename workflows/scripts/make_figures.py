@@ -12,12 +12,14 @@ import pandas as pd
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import seaborn as sns
-from input_files import read_object, read_table, told
+from input_errors import told
+from input_files import read_table
 from matplotlib.ticker import MaxNLocator
 from probe_figures import PROBE_CAPTIONS, PROBE_FIGURES
 from small_svg import small
 
 from baselines.suite import FIGURE_TABLES
+from tfm.json_shape import Each, read_object
 
 DESCRIPTION = """
 Reads the tables' csv files and captions.json, never the records. Writes <figure>.{pdf,svg,png,txt} to --out; a figure
@@ -189,7 +191,7 @@ def draw(tables: Path, out: Path, figures: list[str]) -> None:
     """Draw the figures named from the csv files in `tables`."""
     out.mkdir(parents=True, exist_ok=True)
     set_style()
-    captions = read_object(tables / "captions.json", remedy="make it with make_tables.py")
+    captions = read_object(tables / "captions.json", Each(str), remedy="make it with make_tables.py")
     for name in figures:
         # the second line is the table's caption: sizes, counts and conditions
         caption = f"{CAPTIONS[name]}\n{captions.get(FIGURE_TABLES[name], '')}".strip()

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+from input_errors import told
+from input_files import read_plan
 from make_tables import in_latex as _tex
-from make_tables import read_plan
 
 from tfm.manifest import write_atomic
 
@@ -153,17 +154,14 @@ def _with_interval(row: dict, key: str) -> str:
     return text if MISSING in (text, low, high) else f"{text} [{low}, {high}]"
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True, type=Path, help="plan.json of the suite")
     parser.add_argument("--tables", required=True, type=Path, help="folder of the csv files")
     parser.add_argument("--out", required=True, type=Path, help="folder of the .tex files")
     options = parser.parse_args()
-    try:
-        names = write_paper(options.tables, read_plan(options.plan)["config"], options.out)
-    except ValueError as error:
-        print(f"make_paper: {error}", file=sys.stderr)
-        return 2
+    names = write_paper(options.tables, read_plan(options.plan)["config"], options.out)
     print(json.dumps({"paper": names}))
     return 0
 

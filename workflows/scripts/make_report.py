@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 from captions import TITLES
-from input_files import check_version, read_object, read_plan, read_table, told
+from input_errors import told
+from input_files import read_manifest, read_plan, read_summary, read_table
 from make_tables import readable
 from report_arms import by_domain, configurations, viewer
 from report_html import (
@@ -29,6 +30,7 @@ from report_html import (
 from tree_steps import traced_cells, trees_of
 
 from baselines.suite import FIGURE_TABLES, setting_name
+from tfm.json_shape import read_object
 from tfm.manifest import sha256_file, write_atomic
 
 DESCRIPTION = """
@@ -119,7 +121,7 @@ def headline(folder: Path, config: dict) -> list[str]:
     if "headline" not in config["tables"]:
         return []
     frame = read_table(folder / "tables/headline.csv", "variant", "setting")
-    summary = read_object(folder / "summary.json", remedy=REMAKE)
+    summary = read_summary(folder / "summary.json")
     rows = []
     for row in frame.to_dict("records"):
         method = row["variant"].split("-")[0]
@@ -183,7 +185,7 @@ def pairs(folder: Path) -> list[str]:
 
 def lossless(folder: Path, config: dict) -> list[str]:
     """Return where token identity was measured, what is expected elsewhere, and the command that checks it."""
-    summary = read_object(folder / "summary.json", remedy=REMAKE)
+    summary = read_summary(folder / "summary.json")
     same, rows = summary.get("same_as_ar_share") or {}, []
     for dtype, expected in (
         ("float32", "identical"),
@@ -269,7 +271,8 @@ def doubts(folder: Path, config: dict) -> list[str]:
 
 def details(folder: Path, config: dict, manifest: dict) -> list[str]:
     """Return every table in full, folded, with the SHA-256 of its csv file."""
-    captions, parts = read_object(folder / "tables/captions.json", *config["tables"], remedy=REMAKE), []
+    named, parts = dict.fromkeys(config["tables"], str), []
+    captions = read_object(folder / "tables/captions.json", named, remedy=REMAKE)
     for name in config["tables"]:
         file = f"tables/{name}.csv"
         body = plain_table(readable(read_table(folder / file)), captions[name])
@@ -365,11 +368,7 @@ def main() -> int:
     parser.add_argument("--manifest", required=True, type=Path, help="manifest.json")
     parser.add_argument("--out", required=True, type=Path, help="report.html")
     options = parser.parse_args()
-    plan = read_plan(options.plan)
-    check_version(plan, options.plan)
-    manifest = read_object(
-        options.manifest, "cells", "devices", "outputs", "prompts", remedy="make it with write_manifest.py"
-    )
+    plan, manifest = read_plan(options.plan), read_manifest(options.manifest)
     check_outputs(options.plan.parent, manifest)
     trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"])
     text = page(options.plan.parent, plan, manifest, trees)

@@ -11,7 +11,8 @@ import pandas as pd
 import sanity
 import tables
 from captions import caption
-from input_files import check_version, read_plan, told
+from input_errors import told
+from input_files import read_plan
 from probe_records import load_probes
 from publish import load_published
 from summary import summary
@@ -122,7 +123,6 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     plan = read_plan(options.plan)
-    check_version(plan, options.plan)
     if options.records:
         records = load_published(options.records)
     else:

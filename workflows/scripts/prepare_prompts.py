@@ -7,6 +7,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from input_errors import told
+
 from tfm.pins import SOURCES, load_pins
 from tfm.prompt_sources import PromptSet, load_prompt_set
 from tfm.prompts import PROTOCOLS, SUBSAMPLE_SEED, Preparation, prepare, repeated, select, write_prepared
@@ -94,13 +96,10 @@ def _facts(
     }
 
 
+@told
 def main() -> int:
     options = parse()
-    try:
-        result = run(options)
-    except (ValueError, OSError) as error:
-        print(f"prepare_prompts: {error}", file=sys.stderr)
-        return 2
+    result = run(options)
     print(json.dumps(result))
     return 0
 

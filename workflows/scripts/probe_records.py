@@ -4,13 +4,13 @@ import argparse
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+from input_errors import json_argument
 from packing import write_table
 
 from baselines.probes import FILES
@@ -35,10 +35,10 @@ def write_rows(path: Path, rows: list[dict], schema: pa.Schema) -> dict:
     return {"sha256": hashlib.sha256(data).hexdigest(), "rows": len(rows)}
 
 
-def run_probe(name: str, description: str, run: Callable[[dict, Path], dict], *, told: str) -> int:
-    """Be a probe's command line: read --settings and --out, run, print the fact `told`; return the exit status.
+def run_probe(name: str, description: str, run: Callable[[dict, Path], dict], *, fact: str) -> int:
+    """Be a probe's command line: read --settings and --out, run, print one `fact`; return the exit status 0.
 
-    `name` is the probe's in baselines.probes and of its folder. Bad input exits 2.
+    `name` is the probe's in baselines.probes and of its folder. Raises ValueError for bad input.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", required=True, help=f"resolved settings, JSON text (baselines.probes.{name})")
@@ -46,15 +46,11 @@ def run_probe(name: str, description: str, run: Callable[[dict, Path], dict], *,
     parser.add_argument("--commit", help="commit of the code where this is no git checkout of it")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        facts = run(json.loads(options.settings), options.out)
-        if options.commit:
-            facts["environment"]["git"] = {"commit": options.commit, "dirty": None}
-            write_json(options.out / Path(FILES[name][0]).name, facts)
-    except ValueError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({name: str(options.out), told: facts[told], "seconds": facts["seconds"]}))
+    facts = run(json_argument("--settings", options.settings), options.out)
+    if options.commit:
+        facts["environment"]["git"] = {"commit": options.commit, "dirty": None}
+        write_json(options.out / Path(FILES[name][0]).name, facts)
+    print(json.dumps({name: str(options.out), fact: facts[fact], "seconds": facts["seconds"]}))
     return 0
 
 

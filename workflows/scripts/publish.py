@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from input_files import read_plan, told
-from packing import GRADED, PLAN, read_packed, reduced, whole, write_packed, write_table
+from input_errors import told
+from input_files import read_manifest, read_plan
+from packing import GRADED, PLAN, reduced, whole, write_packed, write_table
 from probe_records import load_probes
 
 from baselines.probes import FILES as PROBE_FILES
-from tfm.cells import KINDS, Records, join_records, load_cells
+from tfm.cell_shape import KINDS, RECORD
+from tfm.cells import Records, join_records, load_cells
+from tfm.json_shape import Each, read_object
 from tfm.manifest import sha256_file
 
 DESCRIPTION = """
@@ -33,14 +36,14 @@ stdout: one JSON object. Exit 2 on bad input.
 LIMIT = 6 * 2**20
 # not report.html: it holds all figures a second time, and make_report.py makes it again from these
 FILES = ("compare.csv", "compare.md", "summary.json")
+PACKED = {"cells": [{**RECORD, "path": str}], "sha256": Each(str)}  # cells.json.gz
 TEXT = (".json", ".gz", ".csv", ".md", ".tex", ".html", ".svg", ".txt")
 
 
 def pack(records_of: list[Path], out: Path) -> None:
     """Write requests.parquet, steps.parquet, trees.parquet (a `cell` column numbers the cells) and cells.json.gz."""
-    load_cells(records_of)  # checks every file
-    # raises ValueError for cells of uncommitted code, which nobody else could make again
-    cells = [json.loads((folder / "cell.json").read_text()) | {"path": folder.as_posix()} for folder in records_of]
+    cells = load_cells(records_of).cells  # checks every file
+    # cells of uncommitted code are refused: nobody else could make them again
     dirty = [cell["path"] for cell in cells if cell["environment"]["git"]["dirty"]]
     if dirty:
         raise ValueError(
@@ -73,13 +76,7 @@ def copy_probes(suite_folder: Path, out: Path) -> None:
 
 def load_published(folder: Path) -> Records:
     """Return the records of a published folder; raises ValueError naming a file that is damaged."""
-    try:
-        packed = read_packed(folder / "cells.json.gz")
-        packed = {"cells": list(packed["cells"]), "sha256": dict(packed["sha256"])}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{folder / 'cells.json.gz'} is missing or damaged ({type(error).__name__}: {error}); restore it from git"
-        ) from error
+    packed = read_object(folder / "cells.json.gz", PACKED, remedy="restore it from git")
     for name, expected in packed["sha256"].items():
         if not (folder / name).is_file() or sha256_file(folder / name) != expected:
             raise ValueError(
@@ -121,7 +118,7 @@ def publish(suite_folder: Path, plan: dict, out: Path, *, limit: int) -> dict:
     for name in FILES:
         shutil.copyfile(suite_folder / name, temporary / name)
     write_packed(temporary / PLAN, plan)
-    write_packed(temporary / "manifest.json.gz", json.loads((suite_folder / "manifest.json").read_text()))
+    write_packed(temporary / "manifest.json.gz", read_manifest(suite_folder / "manifest.json"))
     for name in ("tables", "figures"):
         # csv and svg hold all that the others do; rule rebuild_published makes those again
         shutil.copytree(suite_folder / name, temporary / name, ignore=shutil.ignore_patterns("*.png", "*.pdf", "*.tex"))

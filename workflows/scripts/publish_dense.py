@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pandas as pd
 from dense_readme import folder_text, readme_text
-from input_files import told
+from input_errors import told
 from packing import write_packed
 from probe_records import load_probes
 from publish import copy_probes
 from publish_run import Folder, parser_of, publish
 
+from tfm.cells import read_cell
 from tfm.manifest import sha256_file
 
 DESCRIPTION = """
@@ -39,7 +40,7 @@ def as_measured(folder: Folder) -> Folder:
     """
     cells = []
     for cell in folder.plan["cells"]:
-        facts = json.loads((folder.run / cell["path"] / "cell.json").read_text(encoding="utf-8"))
+        facts = read_cell(folder.run / cell["path"])
         cells.append(facts["cell"] | {"path": cell["path"], "part": cell["part"]})
     config = folder.plan["config"]
     tables = [*config["tables"], *(name for name in TABLES if name not in config["tables"])]

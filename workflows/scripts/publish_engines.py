@@ -11,15 +11,17 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-import yaml
 from engine_tables import read
 from engine_taus import engine_of
 from engines_readme import folder_text
+from input_errors import told
+from input_files import read_expected
 from inventory import write_inventory
 from packing import read_packed, write_packed
 from publish import pack, settle
 from summarise_engines import ARMS, CELLS, MARK, STEPS, devices_in, load_run, tables_of, write_tables
 
+from baselines.plans import read_cells
 from tfm.manifest import environment, sealed, sha256_file, write_json
 
 DESCRIPTION = """
@@ -188,7 +190,7 @@ def planned_cells(root: Path, stopped: dict[str, str]) -> tuple[list[Path], list
         there = sorted(path.parent.relative_to(root) for path in root.glob(f"{suite}/cells/*/*/*/*/*/*/cell.json"))
         here += there
         plan = root / suite / "plan.json"
-        for cell in json.loads(plan.read_text(encoding="utf-8"))["cells"] if plan.is_file() else ():
+        for cell in read_cells(plan) if plan.is_file() else ():
             if Path(cell["path"]) in there:
                 continue
             side = engine_of(cell["engine"])
@@ -273,7 +275,7 @@ def last_line(run: Path) -> str | None:
 
 def publish(options: argparse.Namespace) -> dict:
     """Write everything; return sizes and what is missing. Raises ValueError for too many bytes or damaged records."""
-    expected, out = yaml.safe_load(options.expected.read_text(encoding="utf-8")), options.out.resolve()
+    expected, out = read_expected(options.expected), options.out.resolve()
     made = out.with_name(f".{out.name}.partial")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
@@ -294,6 +296,7 @@ def publish(options: argparse.Namespace) -> dict:
     return {"published": options.out.as_posix(), **settled, **counts, "without_value": lacking}
 
 
+@told
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -312,11 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--attention", default="triton", help="SGLang's attention backend of the summary (default triton)")
     add("--expected", type=Path, default=Path("workflows/config/expected.yaml"))
     add("--limit", type=int, default=LIMIT, help=f"bytes at most (default: {LIMIT})")
-    try:
-        print(json.dumps(publish(parser.parse_args(arguments))))
-    except ValueError as error:
-        print(f"publish_engines: {error}", file=sys.stderr)
-        return 2
+    print(json.dumps(publish(parser.parse_args(arguments))))
     return 0
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-from input_files import told
+from input_errors import told
 from packing import write_packed
 from publish_run import Folder, parser_of, publish
 from rebuild_published import ENGINE_RUN, STEPS

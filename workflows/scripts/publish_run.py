@@ -2,15 +2,13 @@
 
 import argparse
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-from input_files import read_plan
+from input_files import read_expected, read_plan, read_summary
 from make_figures import draw
 from packing import PLAN, write_packed
 from publish import pack, settle
@@ -59,7 +57,7 @@ class Folder:
             shutil.copyfile(path, self.packed / "figures" / path.name)
 
     def summary(self) -> dict:
-        return json.loads((self.packed / "summary.json").read_text(encoding="utf-8"))
+        return read_summary(self.packed / "summary.json")
 
 
 def publish(
@@ -81,7 +79,7 @@ def publish(
     for folder in (made, packed):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
+    expected = read_expected(options.expected)
     table = write(change(Folder(run, where, plan, planned, missing, expected, packed, made)))
     settled = settle(packed, out, limit=options.limit)
     shutil.rmtree(made)

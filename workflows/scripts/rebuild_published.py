@@ -11,15 +11,16 @@ from pathlib import Path
 
 import engine_tables
 import kernel_figure
-import yaml
 from compare_paper import compare, devices_of, write_comparison
+from input_errors import told
+from input_files import read_expected, read_manifest, read_plan, read_summary
 from inventory import write_inventory
 from kernel_runs import is_kernel_run, kernel_table, load_kernel_run
 from make_figures import draw, save, set_style
 from make_paper import write_paper
 from make_report import page
-from make_tables import read_plan, write_tables
-from packing import GRADED, PLAN, read_packed
+from make_tables import write_tables
+from packing import GRADED, PLAN
 from probe_records import load_probes
 from publish import load_published
 from summarise_engines import is_engines_run, load_run
@@ -47,7 +48,7 @@ def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = Tr
     plan = read_plan(folder / PLAN)
     records = load_published(folder)
     write_tables(plan, records, out, probes=load_probes(folder))
-    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    summary = read_summary(out / "summary.json")
     known = {"devices": devices_of(out / "tables/headline.csv"), "dtype": plan["config"]["dtype"]}
     rows = compare(expected, summary, plan["config"]["suite"], **known)
     write_comparison(rows, out / "compare.csv")
@@ -58,7 +59,7 @@ def rebuild_suite(folder: Path, expected: dict, out: Path, *, figures: bool = Tr
         write_json(out / "summary.json", summary)
     if figures:
         draw(out / "tables", out / "figures", plan["config"]["figures"])
-        manifest = read_packed(folder / "manifest.json.gz")
+        manifest = read_manifest(folder / "manifest.json.gz")
         trees = trees_of(traced_cells(plan["cells"]), plan["config"]["weights"], read=packed(records))
         write_atomic(out / "report.html", page(out, plan, manifest, trees).encode())
 
@@ -148,6 +149,7 @@ def first_difference(old: list[str], new: list[str]) -> str:
     return f"published {len(old)} lines, made again {len(new)}"
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--published", required=True, type=Path, help="results/published")
@@ -156,12 +158,8 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="JSON file for what differs (default: rebuilt.json in --out)")
     parser.add_argument("--processes", type=int, default=1, help="folders made at a time (default: 1)")
     options = parser.parse_args()
-    try:
-        expected = yaml.safe_load(options.expected.read_text(encoding="utf-8"))
-        seconds = rebuild(options.published, expected, options.out, processes=options.processes)
-    except ValueError as error:
-        print(f"rebuild_published: {error}", file=sys.stderr)
-        return 2
+    expected = read_expected(options.expected)
+    seconds = rebuild(options.published, expected, options.out, processes=options.processes)
     wrong = differences(options.published, options.out)
     compared = len(made_again(options.published))
     report = {"seconds": seconds, "compared": compared, "different": wrong}

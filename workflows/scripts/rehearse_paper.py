@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 from engine_shapes import SIZES, random_models
+from input_errors import told
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -191,6 +192,7 @@ def rehearse(options, where: torch.device) -> dict:
     return report
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
@@ -204,14 +206,10 @@ def main() -> int:
     where = device.check_device(options.device)
     device.make_deterministic(threads=4)
     if options.folder.exists():
-        print(f"--folder: {options.folder} exists (allowed: a new folder); name another one", file=sys.stderr)
-        return 2
+        raise ValueError(f"--folder: {options.folder} exists (allowed: a new folder); name another one")
     options.folder.mkdir(parents=True)
     try:
         report = rehearse(options, where)
-    except OSError as error:
-        print(f"rehearse_paper: {error}", file=sys.stderr)
-        return 2
     finally:
         shutil.rmtree(options.folder, ignore_errors=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)

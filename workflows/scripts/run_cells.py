@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from input_errors import told
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 DESCRIPTION = """
@@ -28,26 +30,6 @@ def register_kernels() -> None:
         spec = importlib.machinery.ModuleSpec("tfm_kernels", None, is_package=True)
         spec.submodule_search_locations = [str(REPOSITORY / "kernels")]
         sys.modules["tfm_kernels"] = importlib.util.module_from_spec(spec)
-
-
-def read_cells(path: Path) -> list[dict]:
-    """Return the cells of a plan.json or of a file with one JSON object a line; raises ValueError for another file."""
-    remedy = "give a suite's plan.json, or its cells a line each"
-    try:
-        text = path.read_bytes().decode("utf-8")
-        try:
-            plan = json.loads(text)
-            cells = plan.get("cells", [plan]) if isinstance(plan, dict) else plan
-        except json.JSONDecodeError:
-            cells = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except OSError as error:
-        raise ValueError(f"--list: {path} cannot be read ({error.strerror}); {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--list: {path} is damaged ({error}); {remedy}") from error
-    keys = {"path", "suite", "target", "dataset", "reasoning", "decode"}
-    if not isinstance(cells, list) or not cells or not all(isinstance(c, dict) and keys <= set(c) for c in cells):
-        raise ValueError(f"--list: {path} holds no resolved cells, or others too; {remedy}")
-    return cells
 
 
 def part_of(cells: list[dict], part: str | None) -> list[dict]:
@@ -89,6 +71,8 @@ def run(options: argparse.Namespace) -> dict:
         raise ValueError(
             f"--seconds: {options.seconds} is not allowed (allowed: a number above 0); leave it out for all"
         )
+    from baselines.plans import read_cells
+
     cells, done, failed = part_of(read_cells(options.list), options.part), [], {}
     deadline = time.monotonic() + options.seconds if options.seconds else float("inf")
     for number, cell in enumerate(cells, start=1):
@@ -111,6 +95,7 @@ def run(options: argparse.Namespace) -> dict:
     return {"cells": len(cells), "run": len(done), "left": left, "failed": failed}
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", required=True, type=Path, help="plan.json or JSON lines of resolved cells")
@@ -122,11 +107,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     register_kernels()
-    try:
-        result = run(options)
-    except ValueError as error:
-        print(f"run_cells: {error}", file=sys.stderr)
-        return 2
+    result = run(options)
     print(json.dumps(result))
     return 1 if result["failed"] else 0
 

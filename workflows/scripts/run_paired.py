@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from run_cells import is_done, part_of, prompts_file, read_cells, register_kernels
+from input_errors import told
+from run_cells import is_done, part_of, prompts_file, register_kernels
 
 register_kernels()
 
@@ -29,6 +30,7 @@ from decode_cell import (  # noqa: E402
 
 from baselines import engines  # noqa: E402
 from baselines.loading import load_models  # noqa: E402
+from baselines.plans import read_cells  # noqa: E402
 from tfm import checkpoints, device, manifest  # noqa: E402
 from tfm.cells import CellWriter, rerun_command  # noqa: E402
 from tfm.config import HEADS  # noqa: E402
@@ -328,6 +330,7 @@ def _is_left(cell: dict, claims: Claims, failed: dict, options) -> bool:
     return options.again or not claims.has_failed(cell, digest_of(cell, prompts_file(cell, options.out)))
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", required=True, type=Path, help="plan.json or JSON lines of resolved cells")

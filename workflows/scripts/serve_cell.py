@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 from decode_cell import check_weights, decode_config, digest_of, explain, read_cell_argument, source_of, without_place
+from input_errors import told
 from progress import Progress, suite_from
-from run_cells import is_done, prompts_file, read_cells
+from run_cells import is_done, prompts_file
 
+from baselines.plans import read_cells
 from baselines.serving import cell as serving
 from tfm import manifest
 from tfm.cells import CellWriter
@@ -114,6 +116,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@told
 def main() -> int:
     options = parse()
     options.log.parent.mkdir(parents=True, exist_ok=True)

@@ -5,23 +5,28 @@ import json
 import sys
 from pathlib import Path
 
-from input_files import read_object, read_plan, told
+from input_errors import told
+from input_files import PROMPTS, read_plan
 from probe_records import load_probes
 
+from tfm.cell_shape import CELL
 from tfm.cells import read_cell
+from tfm.json_shape import NUMBER, Each, read_object
 from tfm.manifest import environment, sha256_file, write_json
 
 DESCRIPTION = """
 Reads plan.json, the cells it lists, the records beside them, and the tables, figures, compare.csv and summary.json of
 the suite. Writes manifest.json without host, user or absolute path. Last line of stdout: one JSON object.
 """
+# of a cell.json, beside what tables read
+RUN = {"cell": {**CELL, "weights_sha256": Each(str)}, "started": str, "ended": str, "prompts": int, "seconds": NUMBER}
 
 
 def manifest(plan: dict, folder: Path) -> dict:
     """Return what made the suite's numbers."""
     cells, devices, environments = {}, [], []
     for cell in plan["cells"]:
-        facts = read_cell(Path(cell["path"]))
+        facts = read_cell(cell["path"], RUN)
         keys = ("source_digest", "cell_digest", "prompts_sha256", "prompts", "started", "ended", "seconds", "files")
         cells[cell["path"]] = {key: facts[key] for key in keys} | {"weights": facts["cell"]["weights_sha256"]}
         devices += [facts["device"]] if facts["device"] not in devices else []
@@ -30,9 +35,7 @@ def manifest(plan: dict, folder: Path) -> dict:
         [path for pattern in ("tables/*", "figures/*", "compare.*", "summary.json") for path in folder.glob(pattern)]
     )
     prompts = {
-        path.name: read_object(
-            path, "n", "prompts_sha256", remedy=f"make it with `snakemake --cores all --force {path}`"
-        )
+        path.name: read_object(path, PROMPTS, remedy=f"make it with `snakemake --cores all --force {path}`")
         for path in sorted(folder.glob("prompts/*/*.manifest.json"))
     }
     return {

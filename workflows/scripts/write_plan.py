@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from input_errors import json_argument, told
+
 from baselines import suite
 from tfm.manifest import write_json
 
@@ -14,12 +16,13 @@ read, and what run_cells.py takes as its list. Last line of stdout: one JSON obj
 """
 
 
+@told
 def main() -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the suite's checked config, JSON text")
     parser.add_argument("--out", required=True, type=Path, help="plan.json")
     options = parser.parse_args()
-    config = json.loads(options.config)
+    config = json_argument("--config", options.config)
     cells = suite.expand(config)
     # the drafter's rows, so that tables can be made where the weights are not
     write_json(options.out, {"config": config, "cells": cells, "draft_rows": suite.draft_rows(config)})
