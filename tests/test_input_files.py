@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from workflow_runs import ROOT, environment_of
@@ -27,6 +29,38 @@ SCRIPTS = {
     "publish_graft": ["--run", "FILE", "--out", "OUT"],
     "write_manifest": ["--plan", "FILE", "--out", "OUT"],
 }
+SCRIPT = re.compile(r"^(def main\(|if __name__)", re.MULTILINE)
+# every script's command line fails as bad input does; what takes time is importing, so all in one process
+FAIL = """
+import argparse, contextlib, io, json, os, runpy, sys
+
+ERRORS = {
+    "ours": lambda: ValueError("--x: 3 is not allowed"),
+    "library": lambda: json.loads("{"),
+    "file": lambda: open("/nowhere/x.json"),
+}
+
+def fail(parser, *_):
+    made = ERRORS[kind]()
+    raise made
+
+argparse.ArgumentParser.parse_args = fail
+os._exit = sys.exit  # a script may leave at once
+found = []
+for script in json.loads(sys.argv[1]):
+    sys.path[0], sys.argv = os.path.dirname(script), [script]
+    for kind in ERRORS:
+        status, text = "returned", io.StringIO()
+        with contextlib.redirect_stderr(text):
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as leaving:
+                status = leaving.code
+            except BaseException as error:
+                status = f"{type(error).__name__}: {error}"
+        found.append([script, kind, status, text.getvalue()])
+print(json.dumps(found))
+"""
 # all in one process: what takes time is importing
 RUN = """
 import contextlib, importlib, io, json, sys
@@ -42,6 +76,26 @@ print(json.dumps(found))
 
 def published_plan() -> dict:
     return json.loads(gzip.decompress((ROOT / f"{PUBLISHED}/plan.json.gz").read_bytes()))
+
+
+def test_every_script_says_in_one_line_what_is_wrong_with_its_input_and_exits_2():
+    """A new script cannot forget it: its command line is made to fail here, whatever options it has."""
+    scripts = [
+        str(path) for path in sorted((ROOT / "workflows/scripts").glob("*.py")) if SCRIPT.search(path.read_text())
+    ]
+    assert len(scripts) > 30
+    call = [sys.executable, "-c", FAIL, json.dumps(scripts)]
+    done = subprocess.run(call, cwd=ROOT, env=environment_of(ROOT), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = {
+        "ours": "--x: 3 is not allowed",
+        "library": ".py:",
+        "file": "/nowhere/x.json: No such file or directory\n",
+    }
+    for script, kind, status, text in json.loads(done.stdout):
+        name = Path(script).stem
+        assert status == 2 and text.startswith(f"{name}: ") and text.count("\n") == 1, (name, kind, status, text)
+        assert said[kind] in text, (name, kind, text)
 
 
 def test_a_file_that_is_none_of_its_own_is_named_in_one_line(tmp_path):

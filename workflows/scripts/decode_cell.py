@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from input_errors import told
 from progress import Progress, suite_from
 
 from baselines import engine_names, engines
@@ -215,16 +216,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@told
 def main() -> int:
     options = parse()
     try:
         options.log.parent.mkdir(parents=True, exist_ok=True)
         logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     except OSError as error:  # no log to write it to
-        print(
-            f"decode_cell: --log {options.log}: {error.strerror}; give a file in a folder of your own", file=sys.stderr
-        )
-        return 2
+        raise ValueError(f"--log {options.log}: {error.strerror}; give a file in a folder of your own") from error
     logging.captureWarnings(True)
     try:
         cell = read_cell_argument(options.cell)
