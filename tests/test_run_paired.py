@@ -134,6 +134,27 @@ def test_a_cell_that_fails_stops_no_other_and_is_not_tried_again(plan, monkeypat
     assert run_paired.run(given)["left"] == 0
 
 
+def test_a_cell_whose_files_cannot_be_written_stops_no_other(plan, monkeypatch):
+    """It ended the process, with the records of the cells beside it unwritten and none of them noted."""
+    import run_paired
+
+    given, finish = renewed(plan), run_paired.Runner.finish
+
+    def breaks(self, *more):
+        if (self.cell["decode"]["method"], self.cell["seed"]) == ("ar", 0):
+            raise OSError(27, "File too large")
+        return finish(self, *more)
+
+    monkeypatch.setattr(run_paired.Runner, "finish", breaks)
+    found = run_paired.run(given)
+    ((path, reason),) = found["failed"].items()
+    assert "/ar/" in path and reason == "OSError: [Errno 27] File too large" and found["left"] == 1
+    monkeypatch.setattr(run_paired.Runner, "finish", finish)
+    given.again = True
+    found = run_paired.run(given)
+    assert (found["prompts"], found["left"]) == (0, 0), "its prompts were safe"
+
+
 def test_an_error_of_the_device_ends_the_process_and_the_next_one_goes_on(plan, monkeypatch):
     import run_paired
 

@@ -74,16 +74,17 @@ class Runner:
     joules: list[float] = field(default_factory=list)
     turns: dict[str, int] = field(default_factory=dict)  # prompt -> how many cells decoded it before this one
 
-    def decode(self, prompt: Prompt, detokenise, turn: int) -> None:
-        """Decode one prompt and record it, unless a killed run did."""
+    def decode(self, prompt: Prompt, detokenise, turn: int) -> bool:
+        """Decode one prompt and record it, unless an earlier run did; return whether it was decoded now."""
         if prompt.id in self.writer.done:
-            return
+            return False
         self.turns[prompt.id] = turn
         self.span.start()
         self.run([prompt], on_finish=self.writer.add, detokenise=detokenise, traced=self.cell["traced"])
         card = self.span.end()
         if card and "before" in card:
             self.joules.append((card["after"]["energy_mj"] - card["before"]["energy_mj"]) / 1e3)
+        return True
 
     def finish(self, commit: str, clocks: dict | None, where: torch.device, group: int) -> dict:
         """Write the cell's files; `group` is the number of cells that took turns."""
@@ -243,12 +244,11 @@ def run_group(group: list[dict], shared: Shared, options, where: torch.device, f
         for number, prompt in enumerate(runners[0].prompts if runners else ()):
             for turn, runner in enumerate(runners[:: -1 if number % 2 else 1]):
                 if runner.path not in failed:
-                    _try(runner.path, failed, runner.decode, prompt, detokenise, turn)
-                    decoded += runner.path not in failed
+                    decoded += bool(_try(runner.path, failed, runner.decode, prompt, detokenise, turn))
         clocks = span.end()
         for runner in runners:
             if runner.path not in failed:
-                runner.finish(options.commit, clocks, where, len(runners))
+                _try(runner.path, failed, runner.finish, options.commit, clocks, where, len(runners))
     return decoded
 
 
