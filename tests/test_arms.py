@@ -133,6 +133,13 @@ def test_a_table_states_its_concurrency(plan):
     assert set(arms.arms(data_of(plan))["concurrency"]) == {1}
 
 
+def test_a_caption_says_which_seeds_are_timed(plan):
+    """Suite graft times all its seeds, and its caption said the first."""
+    every = suite.resolve({**NANO, "timed": "all", "requests": 1})
+    for config, words in ((None, "prefill included, first seed;"), (every, "prefill included, all seeds;")):
+        assert words in captions.caption("per_set", data_of(plan, config=config))
+
+
 def test_chat_maths_and_code_stand_apart_and_maths_alone_is_no_headline(plan):
     """z-lab/dflash#119: a mean over maths sets alone stood for all text."""
     assert {cell["domain"] for cell in plan} == {"chat", "math", "code"}

@@ -102,7 +102,7 @@ def test_one_call_gives_every_name_and_the_table_of_the_read_me(published):
     assert summary["paper_rehearsal_wrong"]["value"] == 0 and "graft_float32_wrong" not in summary
     readme = (published.parent / "readme.md").read_text()
     assert readme.startswith("before\n<!-- table: graft -->\n| method |") and readme.endswith("-->\nafter\n")
-    assert "old" not in readme and "| DFlash-TfM | 4.37 | " in readme and "Cells: 14, T = 1." in readme
+    assert "old" not in readme and "| DFlash-TfM | 4.37 | " in readme and "T = 1 of a suite of 14 cells;" in readme
     assert (published / "README.md").read_text() == "written by hand\n"
 
 

@@ -30,7 +30,7 @@ TITLES = {
     "arms": "How each method was run",
 }
 NOTES = {
-    "headline": "tok/s: new tokens / wall of the prompt loop, prefill included, first seed; speedup: ratio of macro "
+    "headline": "tok/s: new tokens / wall of the prompt loop, prefill included, {timed}; speedup: ratio of macro "
     "tok/s to ar's, slow-downs shown as they are. tau: new tokens a step, the bonus token included (1 for ar by "
     "definition); tau_exact leaves out the token sampled at prefill (1.0 when nothing is accepted); tau_pooled divides "
     "the tokens of all requests by their steps, so that long answers weigh more; accepted: drafts a "
@@ -61,7 +61,8 @@ NOTES = {
     "estimated from below (each continuation left out of its own mean) and from above (_above, by tangents); the "
     "distances over_ceiling are to the estimate from above.",
     "ceiling_claims": "Distances are to the ceiling's estimate from above, positions weighted by what reaches them. A "
-    "crossover one past the last position means that the curves do not cross.",
+    "crossover one past the last position means that the curves do not cross; it is answered by its value where that "
+    "lies within, else by whether its interval reaches there.",
     "kernels": "One call for all heads of a layer, the ancestor mask given; without convolution, gates and commit. "
     "ratio: the baseline's time (the recurrence node by node) over this backend's, of the same round; on a CPU it says "
     "nothing about a GPU. error: largest error of the float32 result against float64, relative to the largest value; a "
@@ -78,7 +79,7 @@ NOTES["dartree_claims"] = (
     "reproduced: the interval meets the rule (a gain: above 1 and up to the printed number or past it); smaller: a "
     "gain, its interval below the printed one; refuted: none of the interval meets the rule; undecided: some does; "
     "measured: nothing was said; open: no number. Rules and this suite's own claims are the project's. Ratios are "
-    "paired over prompts and seeds."
+    "paired over prompts and seeds; the largest of several sets has its own interval, not widened for the choice of it."
 )
 NOTES["lossless"] = (
     "Every prompt decoded by ar and by each method in float32; same: all tokens equal. A difference is a near tie "
@@ -118,6 +119,7 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
         return " ".join(filter(None, [f"{TITLES[name]}. {NOTES[name]}", where, said]))
     config, requests = data.config, data.requests
     devices = " + ".join(sorted(requests["device_name"].unique())) or "no device"
+    note_of_table = NOTES.get(name, "").format(timed="all seeds" if config.get("timed") == "all" else "first seed")
     per_set = requests.groupby("dataset")["id"].nunique()
     counts = ", ".join(f"{dataset} {per_set.get(dataset, 0)}" for dataset in config["datasets"])
     if name in ON_THE_SIDE:
@@ -131,7 +133,7 @@ def caption(name: str, data: tables.Suite, *, note: str = "") -> str:
         counts += f", setting {side['setting']}, seed {side['seed']}"
     budget = config["budget"]
     parts = [
-        f"{TITLES[name]}. {NOTES.get(name, '')}".strip(),
+        f"{TITLES[name]}. {note_of_table}".strip(),
         f"Suite {config['suite']} on {devices}, engine {config['engine']}, "
         f"target {config['family']}{_weights(config)}, {config['dtype']}, "
         f"protocol {config['protocol']}{_reasoning(config)}; timed cells decode one request at a time.",

@@ -62,7 +62,10 @@ def side_by_side(frame: pd.DataFrame, summary: dict, card: str) -> str:
             lines.append([*cells, at])
     body = ["| " + " | ".join(line) + " |" for line in lines]
     body.insert(1, "|---|" + "---:|" * len(head))
-    counted = f"Cells: {summary['cells']['value']:.0f}, T = 1. Grafted: function of mini, cost of 27B; {card}."
+    counted = (
+        f"The headline at T = 1 of a suite of {summary['cells']['value']:.0f} cells; step over AR: steps timed apart, "
+        f"at a context of {SETTINGS['context']}. Grafted: function of mini, cost of 27B; {card}."
+    )
     return "\n".join([*body, "", f"*{counted} Intervals are 95 %; what is modelled was never measured.*"])
 
 
