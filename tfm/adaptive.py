@@ -122,6 +122,7 @@ class AdaptiveProposer:
             gains, before = self._last
             self.policy.observe(gains, place - before - 1)
         tree = self._proposers[budget].propose(context, clock)
+        # device-to-host copies: the policy decides on the host
         columns = (tree.parents[0].tolist(), tree.log_probs[0].tolist(), int(tree.num_nodes[0]))
         self._last = expected_gains(*columns, self.policy.budgets), place
         return tree

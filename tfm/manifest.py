@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -261,11 +260,6 @@ def write_atomic(path: Path, data: bytes) -> None:
 def write_json(path: Path, value) -> None:
     """Write `value` as indented JSON, atomically."""
     write_atomic(Path(path), (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
-
-
-def command_line(script: str) -> str:
-    """Return how a script was called, with the interpreter's path left out."""
-    return " ".join(["python", script, *sys.argv[1:]])
 
 
 def _git(root: Path, *arguments: str) -> str | None:

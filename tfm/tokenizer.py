@@ -54,17 +54,8 @@ class TextTokenizer:
         return self.tag(TURN_END)
 
     @property
-    def pad_id(self) -> int:
-        return self.tag(END_OF_TEXT)
-
-    @property
     def mask_id(self) -> int:
         return self.tag(MASK)
-
-    @property
-    def think_ids(self) -> tuple[int, int]:
-        """Ids of <think> and </think>."""
-        return self.tag(THINK_START), self.tag(THINK_END)
 
     def tag(self, name: str) -> int:
         """Return the id of special token `name`, or raise ValueError with the names there are."""

@@ -81,10 +81,6 @@ class Part:
             self._result = self._function()
         self._graph = graph
 
-    @property
-    def is_captured(self) -> bool:
-        return self._graph is not None
-
     def __call__(self) -> Tensor | None:
         if self._graph is None:
             return self._function()
