@@ -38,8 +38,6 @@ KERNEL_SHAPE = {"heads": 2, "value_heads": 6, "size": 128}
 # largest difference from float64, values of size 4: float32 rows in PyTorch, bfloat16 rows in a GPU kernel, whose
 # products keep 16 bits and more (kernels/NOTES.md); a wrong row costs 0.1 and more
 ALLOWED_ERROR, ALLOWED_KERNEL_ERROR = 2e-5, 5e-3
-# the one backend that takes bf16 rows only splits float32 operands into 16 bits of mantissa
-ALLOWED_ERRORS = {"fused_cuda": 1e-4}
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """How each method of a comparison was run: its configuration, tuned or not, and every setting that differs."""
 
 import json
-from pathlib import Path
 
 import pandas as pd
-import yaml
 
 from baselines.methods import METHODS, SWEEPS
 
@@ -117,11 +115,6 @@ def server_differences(servers: dict) -> dict[str, dict]:
     """Return the launch flags in which the paper's own servers differ from each other (section servers of a config)."""
     common = servers.get("common", {})
     return differing({name: {**common, **flags} for name, flags in servers.items() if name != "common"})
-
-
-def read_servers(path: Path) -> dict:
-    """Return the section servers of a config file; empty where it has none."""
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("servers", {})
 
 
 def domain_note(domains: set[str]) -> str:

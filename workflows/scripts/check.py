@@ -25,7 +25,6 @@ was expected, what came with its interval, and the command that makes its cells 
 object. Exit 1 when an item failed, 2 on bad input.
 """
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-RESTORE = "give workflows/config/expected.yaml, or restore it from git"
 SIGNS = {"pass": "✓", "fail": "✗", "not comparable": "≠"}
 
 
