@@ -70,6 +70,16 @@ def test_an_imported_log_gives_the_harnesss_own_numbers(logs):
     assert table.loc[("macro", "tfm"), "n"] == 3 and not table["reason"].any()
 
 
+def test_runs_of_several_seeds_have_a_wall_each(logs):
+    """The tokens of both runs over the wall of the first doubled the speed."""
+    head = HEAD.replace(" seed=0", " seed=1")
+    (logs / "again.log").write_text(log_of(wall={"gsm8k": 3.0, "mtbench": 2.0}, head=head))
+    more = to_rows(read_log("tfm", logs / "again.log"), "they", "NVIDIA B200")
+    one, two = (beside(rows, None).set_index(["dataset", "method"]) for rows in (rows_of(logs), rows_of(logs) + more))
+    for name in ("tok_s", "speedup", "tau"):
+        assert two.loc[("macro", "tfm"), name] == pytest.approx(one.loc[("macro", "tfm"), name]), name
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [

@@ -254,10 +254,11 @@ def _numbers(part: pd.DataFrame, ar: pd.DataFrame) -> dict:
 
 
 def _tok_s(part: pd.DataFrame) -> float | None:
-    """Return tokens a second, macro over sets: a set's tokens over its loop's wall; None where a wall is unknown."""
+    """Return tokens a second, macro over sets: a set's tokens over its loops' walls; None where a wall is unknown."""
     if part.empty or part["dataset_wall_s"].isna().any():
         return None
-    by_set = part.groupby("dataset").agg(tokens=("new_tokens", "sum"), wall=("dataset_wall_s", "first"))
+    runs = part.groupby(["dataset", "seed"]).agg(tokens=("new_tokens", "sum"), wall=("dataset_wall_s", "first"))
+    by_set = runs.groupby("dataset").sum()
     return float((by_set["tokens"] / by_set["wall"]).mean())
 
 
