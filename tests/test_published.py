@@ -239,3 +239,16 @@ def test_a_kernel_run_says_what_its_readme_says():
 
 def test_one_rule_makes_everything_published_again_and_needs_no_cell():
     assert jobs(snakemake(ROOT, "-n", "rebuild_published", "-R", "rebuild_published")) == {"rebuild_published": 1}
+
+
+def test_energy_a_token_is_of_cells_that_were_metered_whole():
+    """A resumed cell has the joules of its second run and the tokens of both: such a cell is left out."""
+    from engine_tables import from_cells
+    from publish import load_published
+
+    records, variants = load_published(PUBLISHED / "graft-h200"), {"ar", "tfm-b64-w4"}
+    whole = from_cells(records, variants)["joule_per_token_tfm"]
+    cut = next(cell for cell in records.cells if cell["cell"]["variant"] == "tfm-b64-w4")
+    cut["energy"] = {"joule": 1.0, "prompts": 1}
+    found = from_cells(records, variants)["joule_per_token_tfm"]
+    assert found["n"] == whole["n"] - 1 and found["value"] == pytest.approx(whole["value"], rel=0.1)

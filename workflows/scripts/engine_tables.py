@@ -258,7 +258,8 @@ def from_cells(records: Records, variants: set[str] | None = None) -> dict:
                 found = metrics.ratio(rows, arms[other], "decode_tok_s")
                 entries[f"decode_speedup_{method}_over_{other}{ending}"] = _entry(found, "x, tokens/s after prefill")
     for method in sorted(set(timed["method"])):
-        cells = [i for i in sorted(set(timed["cell"])) if records.cells[i].get("energy")]
+        # of a cell that a kill cut in two only the second run's prompts were metered
+        cells = [i for i in sorted(set(timed["cell"])) if _is_metered(records.cells[i])]
         cells = [i for i in cells if records.cells[i]["cell"]["decode"]["method"] == method]
         joules = sum(records.cells[i]["energy"]["joule"] for i in cells)
         tokens = int(records.requests[records.requests["cell"].isin(cells)]["new_tokens"].sum())
@@ -266,6 +267,10 @@ def from_cells(records: Records, variants: set[str] | None = None) -> dict:
             unit = {"low": None, "high": None, "n": len(cells), "unit": "J a token"}
             entries[f"joule_per_token_{method}"] = {"value": joules / tokens, **unit}
     return entries
+
+
+def _is_metered(cell: dict) -> bool:
+    return bool(cell.get("energy")) and cell["energy"]["prompts"] == cell["prompts"]
 
 
 def from_checks(found: dict) -> dict:
