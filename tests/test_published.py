@@ -18,7 +18,7 @@ from inventory import inventory, run_folders, to_frame, write_inventory
 from kernel_figure import bandwidth_of, roofline
 from kernel_runs import kernel_summary, load_kernel_run
 from make_paper import write_paper
-from packing import PLAN, read_packed, write_packed
+from packing import PLAN, published_folders, read_packed, write_packed
 from probe_records import load_probes
 from publish import load_published
 from rebuild_published import ENGINE_RUN, differences, main, rebuild_kernels
@@ -65,6 +65,9 @@ def test_one_changed_digit_of_a_published_table_is_found_and_named(tmp_path):
     path = copy / "nano/tables/headline.csv"
     path.write_text(path.read_text().replace("1", "2", 1))
     (copy / "nano/tables/gone.csv").write_text("a\n")
+    # what a killed publication left
+    shutil.copytree(copy / "nano", copy / ".nano.partial")
+    assert copy / ".nano.partial" not in published_folders(copy) and copy / "nano" in published_folders(copy)
     found = differences(copy, PUBLISHED)
     assert set(found) == {"nano/tables/headline.csv", "nano/tables/gone.csv"}
     assert (

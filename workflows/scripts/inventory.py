@@ -11,7 +11,7 @@ from engine_taus import inventory_summary
 from input_errors import told
 from input_files import read_expected, read_plan, read_summary
 from kernel_runs import is_kernel_run, kernel_summary, load_kernel_run
-from packing import PLAN, read_packed
+from packing import PLAN, published_folders, read_packed
 from summarise_engines import CELLS, devices_in, is_engines_run, load_run
 
 from tfm.manifest import sha256_file, write_atomic, write_json
@@ -58,7 +58,7 @@ def inventory(expected: dict, published: Path) -> list[dict]:
 def run_folders(published: Path, expected: dict) -> list[Path]:
     """Return the published folders with numbers, the preferred one first, as expected.yaml orders them."""
     order = expected["inventory_order"]
-    folders = [path for path in sorted(published.iterdir()) if (path / PLAN).is_file() or _is_other(path)]
+    folders = [path for path in published_folders(published) if (path / PLAN).is_file() or _is_other(path)]
     return sorted(folders, key=lambda path: order.index(path.name) if path.name in order else -1)
 
 

@@ -18,6 +18,11 @@ PLAN = "plan.json.gz"  # of a published suite
 GRADED = "accuracy.csv"  # of grade_cells.py: needs the reference answers, which are not published
 
 
+def published_folders(published: Path) -> list[Path]:
+    """Return the folders of results/published, sorted; what a killed publication left behind is hidden."""
+    return sorted(path for path in published.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def write_packed(path: Path, value) -> None:
     """Write `value` as JSON without blanks, compressed where the name ends in .gz; the same bytes on every call."""
     data = (json.dumps(value, separators=(",", ":"), sort_keys=True) + "\n").encode()

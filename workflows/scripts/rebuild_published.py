@@ -20,7 +20,7 @@ from make_figures import draw, save, set_style
 from make_paper import write_paper
 from make_report import page
 from make_tables import write_tables
-from packing import GRADED, PLAN
+from packing import GRADED, PLAN, published_folders
 from probe_records import load_probes
 from publish import load_published
 from summarise_engines import is_engines_run, load_run
@@ -108,7 +108,7 @@ def rebuild(
     published: Path, expected: dict, out: Path, *, figures: bool = True, processes: int = 1
 ) -> dict[str, float]:
     """Make everything again, several folders at a time; return the seconds that each published folder took."""
-    folders = sorted(published.iterdir())
+    folders = published_folders(published)
     again = functools.partial(rebuild_folder, expected=expected, out=out, figures=figures)
     if processes == 1:
         seconds = list(map(again, folders))
@@ -123,7 +123,8 @@ def rebuild(
 
 def made_again(published: Path) -> list[Path]:
     """Return the published csv files that records give: all but accuracies, which need the reference answers too."""
-    return sorted(path for path in published.rglob("*.csv") if path.name != GRADED)
+    places = [*published.glob("*.csv"), *(path for one in published_folders(published) for path in one.rglob("*.csv"))]
+    return sorted(path for path in places if path.name != GRADED)
 
 
 def differences(published: Path, out: Path) -> dict[str, str]:
