@@ -7,9 +7,10 @@ from baselines.methods import METHODS
 from tfm.cell_shape import CELL
 from tfm.json_shape import Each, OneOf, problem_of, read_object
 
-# newer keys of a cell may be missing in a published plan; digests are null where the weights were not here
+# newer keys of a cell may be missing in a published plan; digests are null where the weights were not here, and
+# prompts where a suite takes all of a set
 PLANNED = {**CELL, "decode": {**CELL["decode"], "method": OneOf(tuple(METHODS))}}
-PLANNED |= {"path": str, "part": str, "threads": int, "prompts": int}
+PLANNED |= {"path": str, "part": str, "threads": int, "prompts": (int, None)}
 PLANNED |= {"weights": Each(str), "weights_sha256": Each((str, None))}
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from workflow_runs import ROOT
 
+from baselines import suite
 from baselines.plans import read_cells
 
 sys.path.insert(0, str(ROOT / "workflows/scripts"))
@@ -163,3 +164,21 @@ def test_a_method_that_does_not_exist_is_refused_with_those_that_do(tmp_path, pl
     content["cells"][1]["decode"]["method"] = "tfn"
     said = refused(read_plan, tmp_path / "plan.json", json.dumps(content))
     assert "plan.json: cells[1].decode.method: 'tfn' is not allowed (allowed: ar, dflash, " in said
+
+
+SUITES = sorted(path.stem for path in (ROOT / "workflows/config").glob("*.yaml") if "suite:" in path.read_text())
+OTHER = {
+    "vllm": ("engines", {"engine": "vllm", "methods": ["ar", "dflash"]}),
+    "a_whole_set": ("nano", {"prompts": None}),
+    "other_settings": ("nano", {"temperatures": [0.6, 0], "residuals": [False], "stages": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in SUITES), *OTHER.values()], ids=[*SUITES, *OTHER])
+def test_the_plan_of_every_suite_is_one_that_can_be_read(tmp_path, monkeypatch, name, more):
+    monkeypatch.chdir(ROOT)
+    given = yaml.safe_load((ROOT / f"workflows/config/{name}.yaml").read_text())
+    config = suite.resolve({**given, **more})
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"config": config, "cells": suite.expand(config), "draft_rows": None}))
+    assert read_plan(file)["cells"] == read_cells(file) != []
