@@ -169,7 +169,7 @@ def test_a_table_by_set_that_is_none_is_named(logs, capsys, text):
     (logs / "per_set.csv").write_text(text)
     words = ["--log", f"tfm={logs}/tfm.log", "--origin", "a", "--device", "b", "--per-set", f"{logs}/per_set.csv"]
     assert import_requests.main([*words, "--out", f"{logs}/out"]) == 2
-    assert f"--per-set: {logs}/per_set.csv " in capsys.readouterr().err
+    assert f"{logs}/per_set.csv " in capsys.readouterr().err
     assert import_requests.main([*words[:-2], "--out", f"{logs}/tfm.log"]) == 2  # a file in the folder's place
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 from input_errors import told
+from input_files import read_table
 
 from baselines.methods import METHODS
 from baselines.refusals import one_of
@@ -262,19 +263,6 @@ def _tok_s(part: pd.DataFrame) -> float | None:
     return float((by_set["tokens"] / by_set["wall"]).mean())
 
 
-def read_per_set(path: Path) -> pd.DataFrame:
-    """Return a suite's table by set; raises ValueError naming the file for what is none."""
-    try:
-        table = pd.read_csv(path)
-        lacking = [column for column in OURS if column not in table]
-        problem = f"lacks {', '.join(lacking)}" if lacking else ""
-    except ValueError as error:  # pandas' own, and what is not UTF-8
-        problem = f"is no table ({error})"
-    if problem:
-        raise ValueError(f"--per-set: {path} {problem}; give tables/per_set.csv of a suite")
-    return table
-
-
 def _ours(per_set: pd.DataFrame) -> list[dict]:
     rows = per_set.assign(method=per_set["variant"].str.partition("-")[0], origin="ours: " + per_set["suite"])
     rows["reason"] = rows["reason"].fillna("") if "reason" in rows else ""
@@ -300,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
         log = read_log(method, Path(name))
         digest = sha256_file(Path(name))
         rows += [row | {"log_sha256": digest} for row in to_rows(log, options.origin, options.device)]
-    table = beside(rows, read_per_set(options.per_set) if options.per_set else None)
+    table = beside(rows, read_table(options.per_set, *OURS) if options.per_set else None)
     options.out.mkdir(parents=True, exist_ok=True)
     write_atomic(options.out / "requests.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     write_atomic(options.out / "beside.csv", table.to_csv(index=False, lineterminator="\n").encode())
